@@ -139,7 +139,7 @@ def told(program: str, argv: Sequence[str], capsys: pytest.CaptureFixture[str]) 
     return problems
 
 
-def check(program: str, argv: Sequence[str], said: Sequence[str], capsys: pytest.CaptureFixture[str]) -> None:
+def check(program: str, argv: Sequence[str], message: Sequence[str], capsys: pytest.CaptureFixture[str]) -> None:
     lines = told(program, argv, capsys)
-    assert any(all(part in line for part in said) for line in lines), lines
+    assert any(all(part in line for part in message) for line in lines), lines
     assert not Path("run").exists()

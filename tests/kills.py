@@ -79,11 +79,13 @@ def run_and_kill(arguments: Sequence[str], run_dir: Path, kills: Sequence[Kill],
     for number, kill in enumerate([*kills, None]):
         notes = folder / str(number)
         notes.mkdir(parents=True)
-        code, said = start([*arguments, f"trainer.backend={kill.backend if kill else 'ray'}"], kill, notes)
+        code, message = start([*arguments, f"trainer.backend={kill.backend if kill else 'ray'}"], kill, notes)
         if kill is None:
-            assert code == 0, f"the run does not come to its end:\n{said}"
+            assert code == 0, f"the run does not come to its end:\n{message}"
         else:
-            assert code == -signal.SIGKILL and (notes / "struck").exists(), f"{kill} was not reached, exit code {code}:\n{said}"
+            assert code == -signal.SIGKILL and (notes / "struck").exists(), (
+                f"{kill} was not reached, exit code {code}:\n{message}"
+            )
             found = json.loads((notes / "struck").read_text())
             struck.append(Struck(**found | {"processes": [tuple(process) for process in found["processes"]]}))
             end(struck[-1], at_once=kill.first != "alone")
@@ -96,10 +98,10 @@ def run_and_kill(arguments: Sequence[str], run_dir: Path, kills: Sequence[Kill],
 def start(arguments: Sequence[str], kill: Kill | None, notes: Path) -> tuple[int, str]:
     """Exit code, and what it said."""
     command = [sys.executable, "-m", "tests.kills", json.dumps(kill and asdict(kill)), str(notes), *arguments]
-    with (notes / "said").open("w+") as said:
-        code = subprocess.run(command, cwd=ROOT, stdout=said, stderr=subprocess.STDOUT, timeout=LIMIT).returncode
-        said.seek(0)
-        return code, said.read()[-4000:]
+    with (notes / "said").open("w+") as message:
+        code = subprocess.run(command, cwd=ROOT, stdout=message, stderr=subprocess.STDOUT, timeout=LIMIT).returncode
+        message.seek(0)
+        return code, message.read()[-4000:]
 
 
 def end(struck: Struck, *, at_once: bool) -> None:
@@ -218,17 +220,17 @@ class Executioner:
         self.striking.acquire()
         ray = [self.run_dir.absolute() / "ray"] if (self.run_dir / "ray").is_symlink() else []
         places = [*map(str, self.run_dir.glob(".ray-*")), *(str(Path(os.readlink(link)).parent) for link in ray)]
-        ours = {process.pid: process for process in (*psutil.Process().children(recursive=True), *family(places))}.values()
+        actual = {process.pid: process for process in (*psutil.Process().children(recursive=True), *family(places))}.values()
         struck = Struck(
             time=time.monotonic(),
-            processes=[(process.pid, process.create_time()) for process in ours if process.is_running()],
+            processes=[(process.pid, process.create_time()) for process in actual if process.is_running()],
             ray=places,
-            shm=sorted({path for process in ours for path in shared_memory(process)}),
+            shm=sorted({path for process in actual for path in shared_memory(process)}),
         )
         (self.notes / "struck.partial").write_text(json.dumps(asdict(struck)))
         (self.notes / "struck.partial").rename(self.notes / "struck")
         if self.kill.first == "workers":
-            for process in sorted(ours, key=lambda process: not is_worker(process)):
+            for process in sorted(actual, key=lambda process: not is_worker(process)):
                 with suppress(psutil.NoSuchProcess):
                     process.kill()
         os.kill(os.getpid(), signal.SIGKILL)

@@ -31,9 +31,9 @@ def without_eos(model: Path, target: Path) -> Path:
     shutil.copytree(model, target)
     for name, key in (("tokenizer_config", "eos_token"), ("config", "eos_token_id"), ("generation_config", "eos_token_id")):
         file = target / f"{name}.json"
-        told = json.loads(file.read_text())
-        del told[key]
-        file.write_text(json.dumps(told))
+        output = json.loads(file.read_text())
+        del output[key]
+        file.write_text(json.dumps(output))
     return target
 
 

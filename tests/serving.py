@@ -17,8 +17,8 @@ from configs.schema.serve_reward import ServeRewardConfig
 from tests.layout.source import ROOT
 from trainer.cluster.watchdog import Watchdog
 from trainer.rewards.pool.runner import RewardRunner
-from trainer.serving.request_queue import Desk
-from trainer.serving.reward_server import Count, Listener, ScoreAll, bound, model, work
+from trainer.serving.request_queue import RequestQueue
+from trainer.serving.reward_server import Listener, RequestCounter, ScoreAll, bound, model, work
 
 
 def serve_config(*overrides: str) -> ServeRewardConfig:
@@ -32,16 +32,16 @@ def serving(*overrides: str, score: ScoreAll | None = None) -> Iterator[str]:
     with ExitStack() as stack:
         folder = stack.enter_context(TemporaryDirectory())
         config = serve_config(f"trainer.default_local_dir={folder}", *overrides)
-        desk, count, stopped = Desk(config.server.batch_size), Count(config.server.log_every), Event()
+        queue, counter, stopped = RequestQueue(config.server.batch_size), RequestCounter(config.server.log_every), Event()
         if config.model.path is not None:
             score = model(config, Watchdog(asdict(config.timeouts), Path(folder)), stack)
         elif score is None:
             rewards = RewardRunner(config.reward)
             rewards.start()
             score = rewards.score
-        words = {"goes_on": lambda: not stopped.is_set()}
-        scoring = Thread(target=work, args=(desk, score, count), kwargs=words, daemon=True)
-        listener = stack.enter_context(Listener(stack.enter_context(bound(config.server)), desk, config, count))
+        words = {"is_running": lambda: not stopped.is_set()}
+        scoring = Thread(target=work, args=(queue, score, counter), kwargs=words, daemon=True)
+        listener = stack.enter_context(Listener(stack.enter_context(bound(config.server)), queue, config, counter))
         scoring.start()
         yield listener.url
         stopped.set()

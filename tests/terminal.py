@@ -22,16 +22,16 @@ class Terminal:
     """One with 40 lines of 120 characters."""
 
     def __init__(self, command: Sequence[str], *, cwd: Path, env: dict[str, str]) -> None:
-        self._ours, theirs = pty.openpty()
-        fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 120, 0, 0))
+        self._ours, expected = pty.openpty()
+        fcntl.ioctl(expected, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 120, 0, 0))
         plain = {
             name: value for name, value in env.items() if name not in ("COLUMNS", "LINES", "NO_COLOR", "CI", "TTY_COMPATIBLE")
         }
         self.process = subprocess.Popen(
-            command, cwd=cwd, env=plain | {"TERM": "xterm-256color"}, stdin=theirs, stdout=theirs, stderr=theirs,
+            command, cwd=cwd, env=plain | {"TERM": "xterm-256color"}, stdin=expected, stdout=expected, stderr=expected,
             start_new_session=True,
         )  # fmt: skip
-        os.close(theirs)
+        os.close(expected)
         self.written = ""
 
     @property

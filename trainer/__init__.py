@@ -21,7 +21,7 @@ def __getattr__(name: str) -> Any:
 
 
 def _check_not_shadowed() -> None:
-    """`workers` and `configs` are common names: a directory of the user's that comes first on sys.path hides ours."""
+    """`workers` and `configs` are common names: a directory of the user's that comes first on sys.path hides this package's."""
     home = Path(__file__).resolve().parent.parent
     for name in ("workers", "configs"):
         spec = find_spec(name)

@@ -30,8 +30,8 @@ from trainer.cluster.watchdog import Watchdog
 from trainer.data.order import DataOrder
 from trainer.report.run_report import GrowingReport, finish
 from trainer.resilience.alarms import Alarm, Alarms, react
-from trainer.resilience.restart import Lifetime, keep_going
-from trainer.resilience.skipped_updates import Skips
+from trainer.resilience.restart import RunLifecycle, run_with_restarts
+from trainer.resilience.skipped_updates import SkippedUpdates
 from trainer.run.events import Events
 from trainer.run.logger import Logger
 from trainer.run.timing import Phases
@@ -42,24 +42,24 @@ from workers.controller.logs import announce
 Config = PPOConfig | SupervisedConfig
 
 
-def run(config: Config, attempt: Callable[[Lifetime], None], loggers: Sequence[Logger] = ()) -> None:
+def run(config: Config, attempt: Callable[[RunLifecycle], None], loggers: Sequence[Logger] = ()) -> None:
     """Run ``attempt`` in the locked run directory, again after a failure that a restart can fix, and write the final report.
 
     loggers: additional to those of ``trainer.logger``.
     """
     run_dir = Path(config.trainer.default_local_dir)
     with locked(run_dir, "trainer.default_local_dir", private=True):
-        life = Lifetime(config.trainer, run_dir, loggers)
+        lifecycle = RunLifecycle(config.trainer, run_dir, loggers)
         try:
-            keep_going(life, lambda: attempt(life), hushed=not config.ray_kwargs.ray_init.get("log_to_driver"))
+            run_with_restarts(lifecycle, lambda: attempt(lifecycle), quiet=not config.ray_kwargs.ray_init.get("log_to_driver"))
         finally:
-            if life.started:
+            if lifecycle.started:
                 finish(run_dir)
 
 
-def resume_from(config: Config, life: Lifetime) -> Checkpoint | None:
+def resume_from(config: Config, lifecycle: RunLifecycle) -> Checkpoint | None:
     """The checkpoint that this attempt resumes from; prints a note for each setting that differs from the checkpoint's."""
-    resume = life.resume()
+    resume = lifecycle.resume()
     if resume is not None:
         announce(f"resumed with another {change}" for change in check_config(resume.manifest.config, asdict(config)))
     return resume
@@ -78,19 +78,19 @@ class Health:
     """The health checks of an attempt. kernels: None unless ``trainer.deterministic``."""
 
     alarms: Alarms
-    skips: Skips
+    skipped_updates: SkippedUpdates
     kernels: KernelWatch | None
     events: Events
 
     def check(self, step: int, metrics: Mapping[str, float]) -> Alarm | None:
         """Evaluate all alarms on a step's metrics. Returns the alarm that requests a rollback, if any.
 
-        Raises Found if an alarm requests a stop.
+        Raises CheckFailed if an alarm requests a stop.
         """
         # Before the alarms: the warnings of this step are reported even if an alarm ends the run.
         if self.kernels is not None:
             self.kernels.look(step)
-        return react(self.alarms.see(step, metrics), self.events, step)
+        return react(self.alarms.evaluate(step, metrics), self.events, step)
 
 
 @dataclass
@@ -102,7 +102,7 @@ class Trainer:
     {name: content} saved with each model after a step. step: the last complete step. metrics: of the step that is running.
     """
 
-    life: Lifetime
+    lifecycle: RunLifecycle
     total_steps: int
     save_every: int
     resume: Checkpoint | None
@@ -128,7 +128,7 @@ class Trainer:
         rollback steps repeat. Ends early, with a checkpoint, if the run has to stop.
         """
         while self.step < self.total_steps:
-            if self.life.stopping.is_due(self.step, self.phases.seconds, self.saver.seconds(), self.events):
+            if self.lifecycle.stopping.is_due(self.step, self.phases.seconds, self.saver.seconds(), self.events):
                 if self.step and not self.saver.has(self.step):
                     self.save()
                 return
@@ -144,19 +144,19 @@ class Trainer:
         return every > 0 and (step == self.total_steps or step % every == 0)
 
     def complete(self, step: int) -> Alarm | None:
-        """Log the step and check its health. Returns the alarm that asks for a rollback, if any; Found is raised to stop.
+        """Log the step and check its health. Returns the alarm that asks for a rollback, if any; CheckFailed is raised to stop.
 
         Logging precedes saving: the metrics of a checkpoint's step are always in metrics.jsonl.
         """
         self.step = step
-        self.metrics |= self.health.skips.tell(step) | self.saver.figures()
+        self.metrics |= self.health.skipped_updates.report(step) | self.saver.figures()
         self.tracker.log(self.metrics, step)
         return self.health.check(step, self.metrics)
 
     def save_if_due(self) -> None:
         if self.is_due(self.step, self.save_every):
             self.save()
-        self.saver.settle(patient=False)
+        self.saver.finish_pending(patient=False)
         self.tracker.log_spans(self.phases.spans, self.watchdog.take_calls(), self.step)
 
     def save(self) -> None:
@@ -175,12 +175,12 @@ class Trainer:
 
     def _all_stateful(self) -> dict[str, Stateful]:
         budgets = {f"{name}_budget": model.budget for name, model in self.models.items()}
-        return {**self.stateful, "alarms": self.health.alarms, "skips": self.health.skips, **budgets}
+        return {**self.stateful, "alarms": self.health.alarms, "skips": self.health.skipped_updates, **budgets}
 
 
 def open_tracker(
     config: Config,
-    life: Lifetime,
+    lifecycle: RunLifecycle,
     resume: Checkpoint | None,
     groups: Mapping[str, WorkerGroup],
     watchdog: Watchdog,
@@ -200,7 +200,7 @@ def open_tracker(
         check_weights(resume, groups, watchdog)
     return Tracker(
         trainer.logger,
-        life.run_dir,
+        lifecycle.run_dir,
         trainer.project_name,
         trainer.experiment_name,
         asdict(config),
@@ -208,15 +208,15 @@ def open_tracker(
         total_steps=total_steps,
         shown_samples=shown_samples,
         rollout_dir=Path(rollout_dir) if rollout_dir is not None else None,
-        restarted=life.restarted,
-        more=[GrowingReport(life.run_dir), *life.loggers],
+        restarted=lifecycle.restarted,
+        more=[GrowingReport(lifecycle.run_dir), *lifecycle.loggers],
         phases=phases,
     )
 
 
 def build_trainer(
     config: Config,
-    life: Lifetime,
+    lifecycle: RunLifecycle,
     *,
     groups: Collection[WorkerGroup],
     n_gpus: int,
@@ -234,10 +234,10 @@ def build_trainer(
     extra_files: Callable[[int], Mapping[str, bytes]] = lambda step: {},
 ) -> Trainer:
     """groups: all workers of the run, on ``n_gpus`` GPUs. keep: how many checkpoints of each model stay; None: all."""
-    run_dir, events, plain = life.run_dir, Events(life.run_dir), asdict(config)
+    run_dir, events, plain = lifecycle.run_dir, Events(lifecycle.run_dir), asdict(config)
     kernels = KernelWatch(groups, events, watchdog) if config.trainer.deterministic else None
     return Trainer(
-        life=life,
+        lifecycle=lifecycle,
         total_steps=total_steps,
         save_every=save_every,
         resume=resume,
@@ -255,7 +255,7 @@ def build_trainer(
         ),
         events=events,
         watchdog=watchdog,
-        health=Health(alarms, Skips(run_dir, events, plain), kernels, events),
+        health=Health(alarms, SkippedUpdates(run_dir, events, plain), kernels, events),
         models=models,
         stateful=stateful or {},
         extra_files=extra_files,

@@ -1,4 +1,4 @@
-"""python -m trainer.main_compare: runs beside each other, as a page and a picture."""
+"""python -m trainer.main_compare: compare runs as an HTML page and a PNG."""
 
 import sys
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ Examples
 
 
 def compare(argv: Sequence[str]) -> int:
-    """The exit code: 0, or 2 for what the user can mend."""
+    """The exit code: 0, or 2 for a user error."""
     if not argv or {"-h", "--help"} & {*argv}:
         print(HELP)
         return 0 if argv else 2

@@ -1,4 +1,4 @@
-"""python -m trainer.main_eval: what the answers in a file are worth."""
+"""python -m trainer.main_eval: evaluate the responses in a file."""
 
 from collections.abc import Collection
 
@@ -25,8 +25,8 @@ def run(config: EvaluationConfig, notices: list[str]) -> None:
 PROGRAM = Program(
     name="trainer.main_eval",
     about=(
-        "Scores answers, n to a prompt, as trainer.main_generation or anyone else wrote them, and tells mean@k, pass@k and\n"
-        "maj@k with 95 % intervals, for each data source: a table on the console, and JSON."
+        "Scores responses, n for each prompt, written by trainer.main_generation or another program, and reports\n"
+        "mean@k, pass@k and maj@k with 95 % intervals, for each data source: a table on the console, and JSON."
     ),
     root="evaluation",
     schema=EvaluationConfig,

@@ -24,8 +24,8 @@ def run(config: GenerationConfig, notices: list[str]) -> None:
 PROGRAM = Program(
     name="trainer.main_generation",
     about=(
-        "Answers prompts with a model, n times each, into shards. A run that was killed goes on with the shards that are\n"
-        "missing, and ends with the same bytes. The answers can be scored, and the best or the accepted ones written beside them."
+        "Generates n responses to each prompt, in shards. A run that was killed resumes with the shards that are\n"
+        "missing, and ends with the same bytes. Responses can be scored, and the best or the accepted ones written to a file."
     ),
     root="generation",
     schema=GenerationConfig,

@@ -1,4 +1,4 @@
-"""python -m trainer.main_parity: engines side by side, and beside the trainer."""
+"""python -m trainer.main_parity: compare rollout engines with each other and with the trainer."""
 
 from configs.schema.parity import ParityConfig
 from configs.validation.programs import check_parity

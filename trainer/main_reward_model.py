@@ -16,7 +16,7 @@ PROGRAM = Program(
     name="trainer.main_reward_model",
     about=(
         "Trains a model that scores answers, on pairs of which one was preferred (Bradley-Terry). What it exports is a\n"
-        "classifier with one label for transformers, and beside it the mean and the standard deviation of its scores."
+        "classifier with one label for transformers, together with the mean and the standard deviation of its scores."
     ),
     root="reward_model_trainer",
     schema=RewardModelConfig,

@@ -1,4 +1,4 @@
-"""python -m trainer.main_serve_reward: scores for whoever asks over HTTP."""
+"""python -m trainer.main_serve_reward: serve a scorer over HTTP."""
 
 from collections.abc import Collection
 
@@ -23,7 +23,7 @@ def run(config: ServeRewardConfig, notices: list[str]) -> None:
 PROGRAM = Program(
     name="trainer.main_serve_reward",
     about=(
-        "Serves a scorer over HTTP, to trainers that name it in reward.remote_urls (ours), or as OpenRLHF's --remote_rm_url:\n"
+        "Serves a scorer over HTTP, to trainers that name it in reward.remote_urls, or as OpenRLHF's --remote_rm_url:\n"
         "POST /get_reward with JSON, GET /health. It listens on this machine alone, unless server.host says otherwise."
     ),
     root="serve_reward",

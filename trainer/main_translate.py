@@ -1,4 +1,4 @@
-"""python -m trainer.main_translate: a command line of another program, as ours."""
+"""python -m trainer.main_translate: translate a command line of another framework."""
 
 import sys
 from collections.abc import Sequence
@@ -11,8 +11,8 @@ from trainer.cli.program import complain
 HELP = """\
 python -m trainer.main_translate openrlhf -- [launcher ...] [PROGRAM] --flag value ...
 
-Prints the command of ours that does what a command of OpenRLHF does: a comment for each flag (mapped | implied | no counterpart,
-and why), those of OpenRLHF's defaults that differ from ours, and below them the command. The text runs in bash as it stands.
+Prints the command that does what a command of OpenRLHF does: a comment for each flag (mapped | implied | no counterpart,
+and why), OpenRLHF's defaults that differ, and below them the command. The text runs in bash as it stands.
 
 PROGRAM is {programs}, as openrlhf.cli.NAME or alone; without one
 the flags are train_ppo_ray's. Older flags (--actor_learning_rate) and newer ones (--actor.adam.lr) are known:
@@ -25,7 +25,7 @@ Examples
 
 
 def translate(argv: Sequence[str]) -> int:
-    """The exit code: 0, or 2 for what the user can mend."""
+    """The exit code: 0, or 2 for a user error."""
     words = list(argv)
     if not words or words[0] in ("-h", "--help"):
         print(HELP.format(programs=", ".join(openrlhf().sources)))

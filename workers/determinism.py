@@ -32,13 +32,13 @@ def deterministic_kernels() -> Iterator[set[str]]:
     with warnings.catch_warnings():
         show = warnings.showwarning
 
-        def note(message: Warning | str, *where: Any, **more: Any) -> None:
-            if told := NONDETERMINISM_WARNING.search(str(message)):
-                kernels.add(told["kernel"])
+        def record(message: Warning | str, *where: Any, **more: Any) -> None:
+            if warned := NONDETERMINISM_WARNING.search(str(message)):
+                kernels.add(warned["kernel"])
             else:
                 show(message, *where, **more)
 
-        warnings.showwarning = note
+        warnings.showwarning = record
         warnings.filterwarnings("always", message=f".*{NONDETERMINISM_WARNING.pattern}")
         torch.use_deterministic_algorithms(True, warn_only=True)
         cudnn.deterministic, cudnn.benchmark = True, False

@@ -48,8 +48,8 @@ def no_directory(place: str) -> str:
     above = Path(place).parent
     if above == Path(".") or not above.is_dir():
         return "no such directory here"
-    beside = ", ".join(sorted(path.name for path in above.iterdir() if path.is_dir()))
-    return f"no such directory here ({above} has {beside or 'none'})"
+    siblings = ", ".join(sorted(path.name for path in above.iterdir() if path.is_dir()))
+    return f"no such directory here ({above} has {siblings or 'none'})"
 
 
 def check_files(place: str, key: str) -> None:
@@ -98,8 +98,8 @@ def _directory(place: str, key: str) -> Path | None:
     if path.is_dir():
         return path
     if place.startswith(("/", ".", "~")) or place.count("/") > 1 or path.exists():
-        said = "a file, not a directory" if path.exists() else "no such directory"
-        raise FileNotFoundError(f"{key}={place}: {said} ({EXPECTED})")
+        problem = "a file, not a directory" if path.exists() else "no such directory"
+        raise FileNotFoundError(f"{key}={place}: {problem} ({EXPECTED})")
     return None
 
 

@@ -26,19 +26,19 @@ MicroBatches = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Assignment of rows. shares[d]: rows of the global batch on data-parallel rank d; micro_batches[d]: their micro-batches."""
+    """Assignment of rows. shards[d]: rows of the global batch on data-parallel rank d; micro_batches[d]: their micro-batches."""
 
-    shares: tuple[tuple[int, ...], ...]
+    shards: tuple[tuple[int, ...], ...]
     micro_batches: tuple[MicroBatches, ...]
 
     def split(self, batch: Batch) -> list[Batch]:
         """Select the shard of each data-parallel rank; a shard that is the whole batch, in order, is not copied."""
         whole = tuple(range(len(batch)))
-        return [batch if share == whole else batch.select(share) for share in self.shares]
+        return [batch if share == whole else batch.select(share) for share in self.shards]
 
     def rows_by_rank(self) -> list[list[list[int]]]:
         """Rows of the global batch, by rank and micro-batch."""
-        by_rank = zip(self.shares, self.micro_batches, strict=True)
+        by_rank = zip(self.shards, self.micro_batches, strict=True)
         return [[[share[i] for i in part] for part in cut] for share, cut in by_rank]
 
     def of_rows(self, units: Sequence[Sequence[int]]) -> Plan:
@@ -51,7 +51,7 @@ class Plan:
 
     def collect(self, parts: Sequence[Batch]) -> Batch:
         """Concatenate the ranks' results and restore the row order of the global batch."""
-        order = [row for share in self.shares for row in share]
+        order = [row for share in self.shards for row in share]
         whole = Batch.concat(parts)
         return whole if order == sorted(order) else whole.select(torch.tensor(order).argsort())
 

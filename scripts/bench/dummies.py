@@ -51,7 +51,7 @@ class Role:
 
 
 class Dummy:
-    """In the place of workers/roles/worker.py's Host."""
+    """Replacement for workers/roles/worker.py's Worker."""
 
     def __init__(self, info: WorkerInfo, *_: Any, **__: Any) -> None:
         self.info = info

@@ -1,4 +1,4 @@
-"""One stage of a row: its commands, its time limit, what it leaves, and whether that is right."""
+"""One stage of a row: its commands, its time limit, and the checks of its results."""
 
 from __future__ import annotations
 
@@ -30,23 +30,23 @@ PHASES = {  # of the forecast, by that of the timeline
     "update_actor": ("actor: update",), "update_critic": ("critic: update",), "reward": ("reward_model: scores",),
 }  # fmt: skip
 LEFT_SECONDS = 60.0
-"""Until a run's processes are gone, after it or after its driver was killed."""
-LOOK_SECONDS = 0.1
+"""Limit for a run's processes to end, after it or after its driver was killed."""
+POLL_SECONDS = 0.1
 MODEL_SECONDS = 300
 GB = 1e9
 
 
 class Skipped(Exception):
-    """Why a row cannot be run here."""
+    """A row cannot run here; the message states the reason."""
 
 
 class Failed(Exception):
-    """What is wrong, in one line."""
+    """A check of a row failed; the message states which, in one line."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """gpus: those that rows may use; on the CPU, stand-ins."""
+    """Where rows run. gpus: those that rows may use; placeholders on the CPU."""
 
     out: Path
     models: Path
@@ -56,7 +56,7 @@ class Machine:
     gpus: tuple[Gpu, ...]
 
     def size(self, row: Row, stage: Stage) -> int:
-        """GPUs of a stage: what there is, in a power of two, between the least and the most that the row takes."""
+        """GPUs of a stage: the largest power of two that is available, within the row's minimum and maximum."""
         size = 1
         while 2 * size <= min(len(self.gpus), row.most):
             size *= 2
@@ -67,7 +67,7 @@ class Machine:
 
 
 def ready(row: Row, machine: Machine, stage: Stage, results: Sequence[dict[str, Any]] = ()) -> Row:
-    """With the engine that is there. Raises Skipped."""
+    """The row with an engine that is installed. Raises Skipped."""
     for name in row.packages:
         if not is_installed(name):
             raise Skipped(f"{name} is not installed")
@@ -79,17 +79,17 @@ def ready(row: Row, machine: Machine, stage: Stage, results: Sequence[dict[str, 
         row = replace(row, engine="embedded")
     wanted = max(row.gpus, machine.size(row, stage))
     if wanted > len(machine.gpus):
-        raise Skipped(f"{wanted} GPUs are wanted, {len(machine.gpus)} are there")
+        raise Skipped(f"needs {wanted} GPUs, {len(machine.gpus)} are available")
     if row.base is not None and any(
         done["row"] == row.base and done["result"] == "failed" and done["stage"] == BY_NAME[row.base].stages[0].name
         for done in results
     ):
-        raise Skipped(f"{row.base} has failed, whose checkpoint it goes on from")
+        raise Skipped(f"{row.base} has failed, whose checkpoint this row resumes")
     if machine.cpu and stage.kind in ("pytest", "dry_run"):
-        raise Skipped("has no part on the CPU")
+        raise Skipped("does not run on the CPU")
     least = min((gpu.bytes for gpu in machine.gpus), default=0) / GB
     if not (machine.cpu or machine.plan) and least < row.gigabytes:
-        raise Skipped(f"{row.gigabytes:g} GB a GPU are wanted, {least:.0f} are there")
+        raise Skipped(f"{row.gigabytes:g} GB per GPU are needed, {least:.0f} are available")
     return row
 
 
@@ -101,7 +101,7 @@ def is_installed(name: str) -> bool:
 
 
 class Attempt:
-    """One stage of a row: its commands, what they leave, and whether that is right. Fills ``record``."""
+    """One stage of a row: runs its commands and checks their results. Fills ``record``."""
 
     def __init__(
         self, row: Row, stage: Stage, machine: Machine, log: Path, record: dict[str, Any], limit: int | None = None
@@ -123,7 +123,7 @@ class Attempt:
             self.environment |= {"OMP_NUM_THREADS": "1"}
 
     def go(self) -> None:
-        """Raises Skipped and Failed."""
+        """Run the stage. Raises Skipped and Failed."""
         if self.stage.kind == "pytest":
             return self.pytest()
         self.make_models()
@@ -165,7 +165,7 @@ class Attempt:
         words = ["trainer.save_freq=-1"]
         if kind == "resume":
             self.start(words, RESUMED_STEPS)
-            self.check_goes_on()
+            self.check_resumed()
         if kind == "kill_driver":
             process = self.begin(words, RESUMED_STEPS)
             self.until_step(process, STEPS + 1)
@@ -173,7 +173,7 @@ class Attempt:
             process.wait()
             self.nothing_left("after kill -9 of the driver")
             self.start(words, RESUMED_STEPS)
-            self.check_goes_on()
+            self.check_resumed()
         if kind == "kill_worker":
             process = self.begin([*words, "trainer.max_restarts=1"], RESUMED_STEPS)
             self.until_step(process, STEPS + 1)
@@ -188,7 +188,7 @@ class Attempt:
         return self.check_steps(self.run_dir, before, RESUMED_STEPS)
 
     def checkpointed(self) -> list[str]:
-        """The lines of metrics.jsonl up to the checkpoint. Where there is none, the first stage of row or base makes it."""
+        """Lines of metrics.jsonl up to the checkpoint. If there is none, the first stage of the row or its base writes it."""
         if not (self.run_dir / LATEST).exists():
             base = BY_NAME[self.row.shares]
             maker = base.stages[0]
@@ -200,14 +200,14 @@ class Attempt:
         return (self.run_dir / METRICS).read_text().splitlines()[:STEPS]
 
     def make_models(self) -> None:
-        """Under a lock of nobody: rows run one after the other."""
+        """Create missing models and data. Needs no lock: rows run one after the other."""
         wanted = [name for name in {self.model, self.reward} if name is not None and not (self.machine.models / name).exists()]
         if wanted or not (self.machine.models / "data").exists():
             command = [sys.executable, "-m", "scripts.gpu.make", str(self.machine.models), *wanted]
-            with self.log.open("ab") as said:
+            with self.log.open("ab") as output:
                 try:
                     subprocess.run(
-                        command, cwd=ROOT, env=self.environment, stdout=said, stderr=said, timeout=MODEL_SECONDS, check=True
+                        command, cwd=ROOT, env=self.environment, stdout=output, stderr=output, timeout=MODEL_SECONDS, check=True
                     )
                 except subprocess.SubprocessError as error:
                     raise Failed(f"scripts.gpu.make {' '.join(wanted)}: {error}") from error
@@ -226,16 +226,16 @@ class Attempt:
         return f"{'tiny' if self.machine.cpu else self.row.reward}-reward{'-plan' if self.machine.plan else ''}"
 
     def forecast(self) -> dict[str, Any]:
-        """Checks the configuration. Raises Failed if it is refused."""
+        """Check the configuration and predict memory. Raises Failed if the configuration is refused."""
         path = self.log.with_suffix(".forecast.json")
         path.unlink(missing_ok=True)
         words = ["trainer.nnodes=2", "trainer.n_gpus_per_node=1"] if self.stage.kind == "two_nodes" else []
         words += ["trainer.n_gpus_per_node=1"] if self.stage.kind == "two_runs" else []
         command = self.command(words, STEPS)
         self.record["command"] = shlex.join(command)
-        with ended(self.mark), self.log.open("ab") as said:
+        with ended(self.mark), self.log.open("ab") as output:
             environment = self.environment | {"GPU_ROW_FORECAST": str(path)}
-            process = subprocess.Popen(command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=said, stderr=said)
+            process = subprocess.Popen(command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
             try:
                 code = process.wait(timeout=max(0.0, self.deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
@@ -248,7 +248,7 @@ class Attempt:
         return forecast
 
     def check_room(self, forecast: dict[str, Any]) -> None:
-        """Memory of the GPU by the forecast, and room on the disk for the checkpoint. Raises Skipped."""
+        """Check that GPU memory suffices by the forecast, and the disk for the checkpoint. Raises Skipped."""
         if self.machine.cpu:
             return
         gpu = min(gpu.bytes for gpu in self.machine.gpus)
@@ -284,7 +284,7 @@ class Attempt:
         ]  # fmt: skip
 
     def on_cpu(self) -> Iterator[str]:
-        """Float32, and what only a GPU has left out."""
+        """Overrides for the CPU: float32, and nothing that needs a GPU."""
         yield "trainer.device=cpu"
         for key in (
             f"{ACTOR}.fsdp_config",
@@ -303,17 +303,17 @@ class Attempt:
 
     def begin(self, words: Sequence[str], steps: int) -> subprocess.Popen[bytes]:
         self.began = time.time()
-        with self.log.open("ab") as said:
+        with self.log.open("ab") as output:
             command = self.command(words, steps)
-            said.write(f"\n$ {shlex.join(command)}\n".encode())
-            said.flush()
+            output.write(f"\n$ {shlex.join(command)}\n".encode())
+            output.flush()
             return subprocess.Popen(
                 command,
                 cwd=ROOT,
                 env=self.environment,
                 stdin=subprocess.DEVNULL,
-                stdout=said,
-                stderr=said,
+                stdout=output,
+                stderr=output,
                 start_new_session=True,
             )
 
@@ -333,24 +333,24 @@ class Attempt:
                 raise Failed(f"ended with {process.returncode} before step {step}: {self.last_line()}")
             if time.monotonic() > self.deadline:
                 raise Failed(f"step {step} is not reached after the limit of {self.limit} s: {self.last_line()}")
-            time.sleep(LOOK_SECONDS)
+            time.sleep(POLL_SECONDS)
 
     def nothing_left(self, when: str) -> None:
         if left := end_all(self.mark, LEFT_SECONDS):
             raise Failed(f"{len(left)} processes are left {LEFT_SECONDS:.0f} s {when}: {left[0]}")
 
-    def check_goes_on(self) -> None:
-        if f"goes on from {self.run_dir / f'global_step_{STEPS}'}" not in self.log.read_text(errors="replace"):
-            raise Failed(f"the log does not say that it goes on from global_step_{STEPS}")
+    def check_resumed(self) -> None:
+        if f" from {self.run_dir / f'global_step_{STEPS}'}" not in self.log.read_text(errors="replace"):
+            raise Failed(f"the log does not report that the run resumed from global_step_{STEPS}")
 
     def check_steps(self, run_dir: Path, before: Sequence[str], steps: int) -> None:
-        """Each step once, those before the checkpoint as they were, and healthy."""
+        """Check that each step ran once, that steps before the checkpoint are unchanged, and that metrics are sound."""
         lines = read_metrics(run_dir)
         numbers = [int(line["training/global_step"]) for line in lines]
         if numbers != [*range(1, steps + 1)]:
             raise Failed(f"{run_dir / METRICS} has the steps {numbers}, not 1 to {steps}")
         if (run_dir / METRICS).read_text().splitlines()[: len(before)] != list(before):
-            raise Failed("steps from before the checkpoint were done again: their metrics are others")
+            raise Failed("steps from before the checkpoint ran again: their metrics differ")
         fresh = lines[len(before) :]
         for line in fresh:
             if wrong := sorted(name for name, value in line.items() if not isfinite(value)):
@@ -412,19 +412,20 @@ class Attempt:
             "tests/workers/roles/test_memory_scheduler_cuda.py",
         ]
         with ended(self.mark):
-            with self.log.open("ab") as said:
-                environment = self.environment
-                process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=said, stderr=said, start_new_session=True)
+            with self.log.open("ab") as output:
+                process = subprocess.Popen(
+                    command, cwd=ROOT, env=self.environment, stdout=output, stderr=output, start_new_session=True
+                )
             self.wait(process)
         summary = self.last_line()
         if "passed" not in summary:
             raise Skipped(f"no engine is installed: {summary}" if "skipped" in summary else summary)
 
     def last_line(self) -> str:
-        """Of the log, the last error, or whatever comes last."""
+        """The last error in the log, or its last line."""
         lines = [line.strip() for line in self.log.read_text(errors="replace").splitlines() if line.strip()]
         errors = [line for line in lines if line.startswith("error:") or "Error:" in line]
-        return (errors or lines or ["nothing was said"])[-1][:300]
+        return (errors or lines or ["the log is empty"])[-1][:300]
 
     def _python_on_path(self) -> Path:
         """A folder whose `python` is this interpreter, or forecasts what it is asked to run: scripts call it by that name."""

@@ -1,6 +1,6 @@
-"""Runs the rows of scripts/gpu/rows.py, each with a log and a time limit of its own, and checks what they leave.
+"""Run the rows of scripts/gpu/rows.py, each with its own log and time limit, and check their results.
 
---out has results.json, table.md and <row>/<stage>.log. Started again with the same --out it goes on with what is not there yet.
+--out has results.json, table.md and <row>/<stage>.log. Started again with the same --out, it runs what is missing.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ PASSED = ("passed", "planned")
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="scripts/test_gpu.sh", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="ten minutes on one GPU of 40 GB or more, models of 0.5 billion")
-    parser.add_argument("--rows", type=lambda text: text.split(","), default=None, help="these alone, in this order: a,b,c")
+    parser.add_argument("--rows", type=lambda text: text.split(","), default=None, help="only these rows, in this order: a,b,c")
     parser.add_argument("--list", action="store_true", help="show the rows, and stop")
     parser.add_argument("--plan", action="store_true", help="check and forecast each row at its true shape; needs no GPU")
     parser.add_argument("--out", type=Path, default=Path("gpu_check"), help="results and logs (default: %(default)s)")
@@ -42,9 +42,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--runs", type=Path, default=None, help="run directories, removed when a row has passed (default: OUT/runs)"
     )
-    parser.add_argument("--gpus", type=int, default=None, help="use so many (default: all; with --plan and --cpu 2)")
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no stage whose limit would go past this")
-    parser.add_argument("--again", action="store_true", help="also what has passed already")
+    parser.add_argument("--gpus", type=int, default=None, help="GPUs to use (default: all; with --plan and --cpu 2)")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="start no stage whose limit would exceed this")
+    parser.add_argument("--again", action="store_true", help="also run rows that have passed already")
     parser.add_argument("--cpu", action="store_true", help="the same rows on tiny models, on the CPU")
     args = parser.parse_args(argv)
     if args.list:
@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         rows = [*chosen(args.rows, quick=args.quick)]
     except ValueError as error:
         parser.error(str(error))
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what it has started ends with it
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the processes it started end with it
     machine = machine_of(args)
     with locked(machine.out, "--out"):
         end_all(str(machine.out), 0.0)  # of a start that was killed
@@ -75,17 +75,17 @@ def run_rows(args: argparse.Namespace, rows: Sequence[Row], machine: Machine) ->
                 continue
             limit = row.limit(stage)
             if time.monotonic() - begun + limit > args.seconds:
-                print(f"{row.name}, {stage.name}: not begun, its limit of {limit} s goes past --seconds", flush=True)
+                print(f"{row.name}, {stage.name}: not begun, its limit of {limit} s exceeds --seconds", flush=True)
                 continue
             print(f"{row.name}, {stage.name}: begins ({row.about})", flush=True)
             record = result_of(row, stage, machine, results) | {"versions": facts}
             results = [done for done in results if not done_as(done, row, stage, machine)] + [record]
             write_results(machine.out, results)
-            told = f": {record['why']}" if record["why"] else f", step {record['phases'].get(WHOLE_STEP, 0.0):.1f} s"
-            print(f"{row.name}, {stage.name}: {record['result']} in {record['seconds']:.0f} s{told}", flush=True)
+            detail = f": {record['why']}" if record["why"] else f", step {record['phases'].get(WHOLE_STEP, 0.0):.1f} s"
+            print(f"{row.name}, {stage.name}: {record['result']} in {record['seconds']:.0f} s{detail}", flush=True)
             failed |= record["result"] == "failed"
             if record["result"] != "passed" and stage.kind == "run" and not machine.plan:
-                break  # what comes after goes on from its checkpoint
+                break  # later stages resume from its checkpoint
         tidy(row, machine, results)
     names = {row.name for row in rows}
     print("\n" + table([record for record in results if record["row"] in names]))
@@ -96,7 +96,7 @@ def run_rows(args: argparse.Namespace, rows: Sequence[Row], machine: Machine) ->
 
 
 def tidy(row: Row, machine: Machine, results: Sequence[dict[str, Any]]) -> None:
-    """Removes the run directory once no stage is left that goes on from its checkpoint."""
+    """Remove the run directory once no remaining stage resumes from its checkpoint."""
     sharing = [(other, stage) for other in ROWS if other.shares == row.shares for stage in other.stages]
     ended = [(record["row"], record["stage"]) for record in results if record["result"] in ("passed", "skipped")]
     folder = machine.runs / row.shares
@@ -109,7 +109,7 @@ def tidy(row: Row, machine: Machine, results: Sequence[dict[str, Any]]) -> None:
 
 
 def chosen(names: list[str] | None, *, quick: bool) -> Iterator[Row]:
-    """Those that are named, in that order; else all of the form. Raises ValueError for a name that there is not."""
+    """The named rows, in that order; without names all quick or all full rows. Raises ValueError for an unknown name."""
     for name in names or [row.name for row in ROWS if row.quick == quick]:
         if name not in BY_NAME:
             raise ValueError(f"--rows {name}: no such row; --list shows them")
@@ -124,7 +124,7 @@ def show_rows() -> None:
 
 
 def machine_of(args: argparse.Namespace) -> Machine:
-    """Raises SystemExit where there is no GPU and one is needed."""
+    """GPUs and directories. Raises SystemExit if there is no GPU and one is needed."""
     if args.cpu or args.plan:
         gpus = [Gpu("CPU" if args.cpu else "none", 0)] * (args.gpus or 2)
     elif (driver := nvml()) is None:

@@ -1,4 +1,4 @@
-"""A Ray cluster on this host: nodes that are processes of their own, each with its share of the GPUs."""
+"""A Ray cluster on this host: each node is a process with some of the GPUs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ START_SECONDS = 60.0
 
 
 class Cluster:
-    """nodes: 1, with both GPUs; 2, each with one. environment: further variables of those who join."""
+    """Ray cluster. nodes: 1, with both GPUs; 2, each with one. environment: further variables of the drivers."""
 
     def __init__(self, folder: Path, environment: Mapping[str, str], nodes: int, cpu: bool) -> None:
         self.address = f"127.0.0.1:{free_port()}"
@@ -61,13 +61,13 @@ class Cluster:
             sys.executable, "-m", "ray.scripts.scripts", "start", *(how if node == 0 else [f"--address={self.address}"]),
             "--node-ip-address=127.0.0.1", "--num-cpus=4", "--block", *slots, f"--object-store-memory={2**28}",
         ]  # fmt: skip
-        seen = {} if self._cpu else {"CUDA_VISIBLE_DEVICES": ",".join(str(node * size + i) for i in range(size))}
+        visible = {} if self._cpu else {"CUDA_VISIBLE_DEVICES": ",".join(str(node * size + i) for i in range(size))}
         log = self._folder / f"node_{node}.log"
-        with log.open("wb") as said:
-            environment = {**self._inherited, **self.environment, **seen}
-            self._processes.append(subprocess.Popen(command, env=environment, stdout=said, stderr=subprocess.STDOUT))
+        with log.open("wb") as output:
+            environment = {**self._inherited, **self.environment, **visible}
+            self._processes.append(subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT))
         deadline = time.monotonic() + START_SECONDS
         while b"Ray runtime started" not in log.read_bytes():
             if self._processes[-1].poll() is not None or time.monotonic() > deadline:
-                raise RuntimeError(f"a node of Ray does not start: {log}")
+                raise RuntimeError(f"a Ray node did not start: {log}")
             time.sleep(0.1)

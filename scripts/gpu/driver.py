@@ -1,4 +1,4 @@
-"""What the NVIDIA driver and the kernel say: GPUs and their memory over time, and the processes that a row has started."""
+"""GPUs and their memory over time, from the NVIDIA driver, and the processes that a row has started."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from types import TracebackType
 import psutil
 
 MARK = "TANDEM_GPU_ROW"
-"""In the environment of all that a row starts."""
+"""Environment variable of every process that a row starts."""
 POLL_SECONDS = 0.02
 
 
@@ -24,13 +24,13 @@ class Gpu:
 
 
 class Nvml:
-    """The driver's own library, through ctypes: it makes no context on a GPU, as asking through CUDA would."""
+    """The driver's management library (NVML), through ctypes: unlike CUDA it creates no context on a GPU."""
 
     class _Memory(ctypes.Structure):
         _fields_ = (("total", ctypes.c_ulonglong), ("free", ctypes.c_ulonglong), ("used", ctypes.c_ulonglong))
 
     def __init__(self) -> None:
-        """Raises OSError where there is no driver."""
+        """Raises OSError without a driver."""
         self._library = ctypes.CDLL("libnvidia-ml.so.1")
         self._call("nvmlInit_v2")
         count = ctypes.c_uint()
@@ -53,7 +53,7 @@ class Nvml:
         return text.value.decode()
 
     def used(self) -> list[int]:
-        """Bytes, of each GPU."""
+        """Bytes in use on each GPU."""
         return [self._memory(handle).used for handle in self._handles]
 
     def _memory(self, handle: ctypes.c_void_p) -> _Memory:
@@ -63,11 +63,11 @@ class Nvml:
 
     def _call(self, name: str, *arguments: object) -> None:
         if code := self._library[name](*arguments):
-            raise OSError(f"{name} of libnvidia-ml.so.1 answers {code}")
+            raise OSError(f"{name} of libnvidia-ml.so.1 returned {code}")
 
 
 def nvml() -> Nvml | None:
-    """None where there is no driver, or no GPU."""
+    """The library; None without a driver or a GPU."""
     try:
         return Nvml()
     except OSError:
@@ -76,33 +76,33 @@ def nvml() -> Nvml | None:
 
 @dataclass
 class MemoryWatch:
-    """The most that any GPU has in use, over time; nothing without a driver. times: in seconds since 1970."""
+    """Memory in use on the fullest GPU over time; nothing without a driver. times: seconds since 1970."""
 
     driver: Nvml | None
     times: list[float] = field(default_factory=list)
     used: list[int] = field(default_factory=list)
 
     def __enter__(self) -> MemoryWatch:
-        self._over = threading.Event()
+        self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
         self._thread.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._over.set()
+        self._stop.set()
         self._thread.join()
 
     def peak(self, start: float = 0.0, end: float = float("inf")) -> int | None:
         return max((used for when, used in zip(self.times, self.used, strict=True) if start <= when <= end), default=None)
 
     def _watch(self) -> None:
-        while self.driver is not None and not self._over.wait(POLL_SECONDS):
+        while self.driver is not None and not self._stop.wait(POLL_SECONDS):
             self.used.append(max(self.driver.used()))
             self.times.append(time.time())
 
 
 def started_by(mark: str) -> list[psutil.Process]:
-    """What is alive of all that inherited the mark."""
+    """Running processes that inherited the mark."""
     found = []
     for process in psutil.process_iter():
         with suppress(psutil.Error):  # another user's, or gone by now
@@ -111,25 +111,25 @@ def started_by(mark: str) -> list[psutil.Process]:
     return found
 
 
-def end_all(mark: str, patience: float) -> list[str]:
-    """Waits so many seconds for the processes to end by themselves, kills what is left, and returns its command lines."""
-    deadline = time.monotonic() + patience
+def end_all(mark: str, seconds: float) -> list[str]:
+    """Wait ``seconds`` seconds for the processes to end, kill the rest, and return the command lines of those."""
+    deadline = time.monotonic() + seconds
     while (left := started_by(mark)) and time.monotonic() < deadline:
         time.sleep(0.25)
-    said = []
+    commands = []
     for process in left:
         with suppress(psutil.Error):
-            said.append(" ".join(process.cmdline())[:120] or process.name())
+            commands.append(" ".join(process.cmdline())[:120] or process.name())
     while left := started_by(mark):
         for process in left:
             with suppress(psutil.Error):
                 process.kill()
         psutil.wait_procs(left, timeout=10)
-    return said
+    return commands
 
 
 def ray_workers(pid: int) -> list[psutil.Process]:
-    """Workers at work of the Ray that this process has started."""
+    """Busy workers of the Ray instance that this process started."""
     found = []
     for process in psutil.Process(pid).children(recursive=True):
         with suppress(psutil.Error):
@@ -141,7 +141,7 @@ def ray_workers(pid: int) -> list[psutil.Process]:
 
 @contextmanager
 def ended(mark: str) -> Iterator[None]:
-    """Nothing with the mark outlives the block."""
+    """Kill all processes with the mark at the end of the block."""
     try:
         yield
     finally:

@@ -1,4 +1,4 @@
-"""What trainer.main_ppo with these arguments would take of a GPU, by the project's own model, as JSON into $GPU_ROW_FORECAST.
+"""GPU memory that trainer.main_ppo would use with these arguments, by the planner's model, as JSON in $GPU_ROW_FORECAST.
 
 The configuration is checked as the program checks it; a problem is a line on stderr, and the exit code is 2. Nothing is started.
 """

@@ -1,4 +1,4 @@
-"""What a row reads: models with random weights of true shapes, a tokenizer of bytes, prompts and a reward. Nothing from a hub.
+"""Inputs of the rows: models with random weights in real shapes, a byte tokenizer, prompts and a reward. Nothing from a hub.
 
 python -m scripts.gpu.make DIR 7b 1.5b-reward moe       # each into a directory of DIR; on the GPU where there is one
 python -m scripts.gpu.make DIR 72b-plan                 # the files of a model without its weights: enough for a dry run
@@ -32,7 +32,7 @@ from data_preprocess.writer import rl_row, write
 from scripts.bench.shapes import SHAPES
 
 LONGEST = 32768
-REWARD = '''"""A rule that random responses are told apart by."""
+REWARD = '''"""A rule that scores random responses differently."""
 
 
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
@@ -125,7 +125,7 @@ def make_data(folder: Path) -> None:
 
 
 def problem(draw: random.Random, index: int, length: int) -> dict[str, Any]:
-    """A question of so many bytes about sums."""
+    """A question about sums of ``length`` bytes."""
     text, total = f"{index}:", 0
     while len(text) < length:
         number = draw.randint(2, 999)

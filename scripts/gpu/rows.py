@@ -17,7 +17,7 @@ ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """Of a step: prompts, those of an update and of a round of dynamic sampling, responses a prompt, tokens."""
+    """Sizes of a step. batch, mini, round: prompts per step, update, round of dynamic sampling. n: responses per prompt."""
 
     batch: int = 16
     mini: int = 16
@@ -27,16 +27,16 @@ class Sizes:
     response: int = 1024
 
     def tiny(self) -> Sizes:
-        """For a CPU, with as many updates a step, four at most."""
+        """Small sizes for a CPU, with the same number of updates per step, at most four."""
         updates = min(4, self.batch // self.mini)
         return Sizes(batch=4, mini=4 // updates, round=self.round and 6, n=min(self.n, 4), prompt=64, response=12)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:
-    """A start of the program, or several. run: from the beginning to STEPS; resume: from there to RESUMED_STEPS; the kills
-    likewise, once a further step is done. gpus: another number than the row's, -2: half of it. limit: seconds; None: the shape's.
-    overrides come after the row's.
+    """One or more starts of the program. run: from the beginning to STEPS; resume: from there to RESUMED_STEPS; kill_*: as
+    resume, with a kill after one more step. gpus: replaces the row's number, -2: half of it. limit: seconds; None: LIMITS of
+    the shape. overrides: appended to those of the row.
     """
 
     name: str
@@ -48,11 +48,11 @@ class Stage:
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """about: a line for people. gpus: at least; most: what it makes use of. shape: of scripts/gpu/make.py; reward: of a reward
-    model, None: it has none. engine: the package that generates. instead: the embedded engine takes its place where that package
-    is missing. packages: further ones. mismatch: of the log-probs of trainer and engine, mean over tokens, at most. base: the row
-    whose checkpoint the stages go on from. gigabytes: memory of a GPU, where no forecast tells. long: prompts as long as
-    sizes.prompt.
+    """One configuration that is checked. about: description in one line. gpus, most: smallest and largest number of GPUs.
+    shape: of scripts/gpu/make.py; reward: shape of a reward model, or None. engine: the rollout engine. instead: use the
+    embedded engine if that package is missing. packages: further requirements. mismatch: bound on the difference of log-probs
+    between trainer and engine, mean over tokens. base: the row whose checkpoint the stages resume. gigabytes: required memory
+    per GPU, for rows without a forecast. long: use prompts of sizes.prompt tokens.
     """
 
     name: str
@@ -75,17 +75,17 @@ class Row:
     quick: bool = False
 
     def limit(self, stage: Stage) -> int:
-        """Seconds of a stage."""
+        """Time limit of a stage, in seconds."""
         return stage.limit or LIMITS.get(self.shape, 9 * MINUTES)
 
     @property
     def shares(self) -> str:
-        """The row whose run directory it works in."""
+        """Name of the row whose run directory this row uses."""
         return self.base or self.name
 
     @property
     def saves(self) -> bool:
-        """The first stage leaves a checkpoint, for the stages or rows after it."""
+        """Whether the first stage saves a checkpoint for later stages or rows."""
         return len(self.stages) > 1 or any(row.base == self.name for row in ROWS)
 
 
@@ -96,17 +96,17 @@ EAGER = f"{ROLLOUT}.enforce_eager=true"
 
 
 def share(of_gpu: float) -> str:
-    """Of the GPU, the engine's."""
+    """Override: the engine's fraction of GPU memory."""
     return f"{ROLLOUT}.gpu_memory_utilization={of_gpu}"
 
 
 def tp(size: int) -> str:
-    """Of the engine."""
+    """Override: tensor parallel size of the engine."""
     return f"{ROLLOUT}.tensor_model_parallel_size={size}"
 
 
 def kept_in(dtype: str, *roles: str) -> tuple[str, ...]:
-    """The types of parameters, gradients and moments."""
+    """Overrides: dtype of parameters, gradients and moments of these roles."""
     return tuple(f"{role}.fsdp_config.model_dtype={dtype}" for role in roles)
 
 
@@ -253,7 +253,7 @@ FULL = (
     ),
     Row(
         name="megatron-tp2",
-        about="GRPO, Megatron TP2 beside vLLM",
+        about="GRPO, Megatron TP2 with vLLM",
         gpus=2,
         most=8,
         sizes=SMALL,
@@ -263,7 +263,7 @@ FULL = (
     ),
     Row(
         name="megatron-pp2",
-        about="GRPO, Megatron PP2 beside vLLM",
+        about="GRPO, Megatron PP2 with vLLM",
         gpus=2,
         most=8,
         sizes=SMALL,

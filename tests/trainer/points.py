@@ -21,7 +21,7 @@ def check(config: SFTConfig, typed: Collection[str]) -> list[str]:
     return []
 
 
-def run(config: SFTConfig, told: list[str]) -> None:
+def run(config: SFTConfig, output: list[str]) -> None:
     run_dir = Path(config.trainer.default_local_dir)
     run_dir.mkdir(parents=True, exist_ok=True)
     write_atomic(run_dir / CONFIG, yaml.safe_dump(redact(asdict(config))))

@@ -64,11 +64,11 @@ def late(group: WorkerGroup, folder: Path, limits: dict[str, float]) -> PhaseTim
 
 
 def at_the_phases_limit(backend: RayBackend, folder: Path, device: Literal["cpu", "cuda"]) -> None:
-    said = str(skip(backend, folder, device, update=LIMIT))
+    message = str(skip(backend, folder, device, update=LIMIT))
     collective = f"all_reduce #{NUMBER} of group default_pg (bfloat16, {SIZE:,} elements)"
-    assert f"held up by rank 1: it has not entered {collective}, where rank 0 waits" in said, said
-    assert re.search(rf"  in flight: {re.escape(collective)}, \w+; last completed: all_reduce #{NUMBER - 1} ", said), said
-    assert f"  no collective in flight; last completed: all_reduce #{NUMBER - 1} " in said, said
+    assert f"held up by rank 1: it has not entered {collective}, where rank 0 waits" in message, message
+    assert re.search(rf"  in flight: {re.escape(collective)}, \w+; last completed: all_reduce #{NUMBER - 1} ", message), message
+    assert f"  no collective in flight; last completed: all_reduce #{NUMBER - 1} " in message, message
     kept: list[dict[str, Any]] = [
         json.loads((folder / f"logs/stall_0_update/rank_{rank}_collectives.json").read_text()) for rank in (0, 1)
     ]
@@ -78,9 +78,9 @@ def at_the_phases_limit(backend: RayBackend, folder: Path, device: Literal["cpu"
 
 def at_the_collectives_limit(backend: RayBackend, folder: Path, device: Literal["cpu", "cuda"]) -> None:
     """gloo raises; NCCL's watchdog ends the process of the rank that waited, which is not to blame."""
-    said = str(skip(backend, folder, device, collective=LIMIT))
-    assert "a collective in the update, limited by timeouts.collective=3, took more than 3 s" in said, said
-    assert "held up by rank 1: it has ended its call, and rank 0 waits in a collective" in said, said
+    message = str(skip(backend, folder, device, collective=LIMIT))
+    assert "a collective in the update, limited by timeouts.collective=3, took more than 3 s" in message, message
+    assert "held up by rank 1: it has ended its call, and rank 0 waits in a collective" in message, message
 
 
 SCENARIOS = (at_the_phases_limit, at_the_collectives_limit)
@@ -95,10 +95,10 @@ def main(device: Literal["cpu", "cuda"] = "cuda") -> int:
                 begun = time.monotonic()
                 try:
                     scenario(backend, folder, device)
-                    said = "passed"
+                    message = "passed"
                 except Exception as error:  # the next one is tried all the same
-                    said, failed = f"FAILED: {type(error).__name__}: {error}", failed + 1
-                print(f"{scenario.__name__}: {time.monotonic() - begun:.1f} s, torch {torch.__version__}: {said}", flush=True)
+                    message, failed = f"FAILED: {type(error).__name__}: {error}", failed + 1
+                print(f"{scenario.__name__}: {time.monotonic() - begun:.1f} s, torch {torch.__version__}: {message}", flush=True)
         for log in folder.glob("logs/**/*") if failed else ():
             if log.is_file():
                 print(f"--- {log.relative_to(folder)}", *log.read_text(errors="replace").splitlines()[-120:], sep="\n")

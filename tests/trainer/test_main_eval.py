@@ -68,7 +68,7 @@ def test_scores_of_the_file_and_of_a_function_are_the_same(tmp_path: Path) -> No
     assert evaluate(tmp_path, f"data.path={file}", by_function, "trainer.seed=3") == scored
 
 
-def test_answers_without_a_score_are_left_out_and_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_answers_without_a_score_are_left_out_and_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = [row | {"scores": list(passed)} for row, passed in zip(ROWS[:2], PASSED, strict=False)]
     rows[0]["scores"][3] = None
     write_rows(tmp_path / "a.jsonl", rows)
@@ -99,7 +99,7 @@ def test_as_many_scores_as_answers(tmp_path: Path, capsys: pytest.CaptureFixture
         (["data.path={tmp}"], "data.path={tmp}: the directory has no shard_*.parquet or shard_*.jsonl"),
         (["data.response_key=answer"], "{tmp}/a.jsonl: no column 'answer'; it has data_source, responses, reward_model"),
         (["data.score_key=reward_model"], "{tmp}/a.jsonl, row 0: column 'reward_model' is {{'ground_truth': '12'}}, not a list"),
-        (["metrics.k=[8]"], "metrics.k=8: no prompt has so many scored answers, the most are 4"),
+        (["metrics.k=[8]"], "metrics.k=8: no prompt has that many scored answers, the most are 4"),
         (["metrics.vote=box"], "metrics.vote=box is not known"),
     ],
 )

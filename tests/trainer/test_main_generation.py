@@ -165,7 +165,7 @@ def test_a_prompt_that_the_engine_could_not_read_is_refused_by_row(
     small = tmp_path / "small"
     shutil.copytree(task / "base", small)
     (small / "config.json").write_text(json.dumps(base | {"vocab_size": 4}))
-    for line, model, said in [
+    for line, model, message in [
         (bad, task / "base", "row 1: the prompt is empty"),
         (long, task / "base", "the first in {path}, row 1"),
         (good, small, "row 0: the prompt contains token"),
@@ -175,11 +175,11 @@ def test_a_prompt_that_the_engine_could_not_read_is_refused_by_row(
         wrong = [f"data.path={path}", f"actor_rollout_ref.model.path={model}"]
         assert main_generation.PROGRAM([*arguments(task, tmp_path, *wrong), "trainer.backend=ray"]) == 2
         lines = capsys.readouterr().err.splitlines()
-        assert lines[-1].startswith("error: ") and said.format(path=path) in lines[-1]
+        assert lines[-1].startswith("error: ") and message.format(path=path) in lines[-1]
     assert not (tmp_path / "answers").exists() and not (tmp_path / "logs").exists()
 
 
-def test_a_killed_run_goes_on_and_ends_with_the_same_bytes(task: Path, whole: Path, tmp_path: Path) -> None:
+def test_a_killed_run_continues_and_ends_with_the_same_bytes(task: Path, whole: Path, tmp_path: Path) -> None:
     same = ["selection.score=true"]
     command = [sys.executable, "-m", "trainer.main_generation", *arguments(task, tmp_path, *same)]
     process = subprocess.Popen(command, env=os.environ | {"PYTHONPATH": str(CONFIG_DIR.parent)}, stdout=subprocess.DEVNULL)

@@ -35,8 +35,8 @@ class Run:
 
     def end(self) -> None:
         assert self.process.stdout is not None
-        said = self.process.stdout.readline()
-        assert said.startswith("shard"), said + self.process.communicate()[1]
+        message = self.process.stdout.readline()
+        assert message.startswith("shard"), message + self.process.communicate()[1]
         self.started = psutil.Process(self.process.pid).children(recursive=True)
         log = (self.run_dir / "logs/rank_1_workers.log").read_text()
         os.kill(int(log.split()[2].rstrip(",")), self.number)
@@ -68,8 +68,8 @@ def test_a_stopped_worker_is_named_with_the_limit_and_what_is_known(runs: dict[s
     assert run.process.returncode == 1
     first, *lines = run.errors[run.errors.index("error: ") :].splitlines()
     limited = rf"limited by timeouts\.generate={LIMIT:g}(, widened by what was measured)?"
-    said = rf"{limited}, took more than [\d.]+ s: no answer from ranks \[1\]"
-    assert re.fullmatch(rf"error: generation \(rollout engine embedded\), {said}", first), first
+    message = rf"{limited}, took more than [\d.]+ s: no answer from ranks \[1\]"
+    assert re.fullmatch(rf"error: generation \(rollout engine embedded\), {message}", first), first
     assert lines[:2] == ["step 0, phase generate", "held up by rank 1: a process of it is stopped (SIGSTOP, or a debugger)"]
     kept = run.run_dir / "logs/stall_0_generate"
     assert len(lines) < 11 and lines[-1] == f"stacks, memory, logs: {kept}"

@@ -35,7 +35,7 @@ def read(*files: Path) -> list[dict[str, Any]]:
     return [row for file in files for row in pq.read_table(file).to_pylist()]
 
 
-def test_the_best_answer_is_the_models_and_the_scorers_score_stands_beside(task: Path, tmp_path: Path) -> None:
+def test_the_best_answer_is_the_models_and_has_the_scorers_score_too(task: Path, tmp_path: Path) -> None:
     """Two shards: the engine gets its weights again after the model has worked."""
     assert (
         main_generation.PROGRAM(arguments(task, tmp_path, "reward.weight=0", f"selection.best_of_n={tmp_path}/best.parquet")) == 0
@@ -77,7 +77,7 @@ def test_without_a_scorer_the_prompts_need_no_truth(task: Path, tmp_path: Path) 
 
 
 @pytest.mark.parametrize(
-    ("override", "told"),
+    ("override", "output"),
     [
         (
             "reward.models.a.normalize=running",
@@ -86,9 +86,9 @@ def test_without_a_scorer_the_prompts_need_no_truth(task: Path, tmp_path: Path) 
         ("reward.models.a.path={task}/base", "reward.models.a: model.path={task}/base: Qwen2ForCausalLM has no score head"),
     ],
 )
-def test_what_cannot_score_is_told(
-    task: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], override: str, told: str
+def test_what_cannot_score_is_reported(
+    task: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], override: str, output: str
 ) -> None:
     assert main_generation.PROGRAM(arguments(task, tmp_path, "selection.score=true", override.format(task=task))) == 2
-    assert told.format(task=task) in capsys.readouterr().err
+    assert output.format(task=task) in capsys.readouterr().err
     assert not (tmp_path / "answers").exists()

@@ -120,11 +120,11 @@ def cut_short(asked: Request, done: Completion) -> Completion:
 
 
 @pytest.mark.parametrize(
-    ("corrupt", "said"),
+    ("corrupt", "message"),
     [
         (with_sampling(ignoring_temperature), ["sampled: a log-prob is", "bounds.log_prob_max.float32=0.0001"]),
         (with_sampling(log_probs_at_one), ["sampled: a log-prob is", "bounds.log_prob_mean.float32=1e-05"]),
-        (with_sampling(drawn_too_hot), ["sampled: the draws are too unlikely", "bounds.draw_z=5"]),
+        (with_sampling(drawn_too_hot), ["sampled: the samples are too unlikely", "bounds.draw_z=5"]),
         (with_completions(another_token), ["greedy: 0.9", "bounds.token_agreement=1", "row "]),
         (with_completions(cut_short), ["greedy: answers end wrongly: 1 x it is shorter than it may be", "bounds.wrong_ends=0"]),
     ],
@@ -132,7 +132,7 @@ def cut_short(asked: Request, done: Completion) -> Completion:
 )
 def test_an_engine_with_one_thing_wrong_fails_and_is_named(
     corrupt: Corrupt,
-    said: list[str],
+    message: list[str],
     task: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -142,7 +142,7 @@ def test_an_engine_with_one_thing_wrong_fails_and_is_named(
     assert run(task, tmp_path) == 3
     lines = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("note: ")]
     assert lines and all(line.startswith("error: embedded: ") for line in lines)
-    assert all(any(part in line for line in lines) for part in said)
+    assert all(any(part in line for line in lines) for part in message)
     assert figures(tmp_path)["broken"] == [line.removeprefix("error: ") for line in lines]
     text = Page((tmp_path / "parity.html").read_text()).text
     assert "not equal" in text and all(" ".join(line.removeprefix("error: ").split()) in text for line in lines)
@@ -175,8 +175,8 @@ def test_an_engine_that_is_not_installed_ends_the_run_before_it_starts(
 ) -> None:
     monkeypatch.setattr(rollouts, "find_spec", lambda name: None)
     assert run(task, tmp_path / "run", "engines=[embedded,vllm]") == 2
-    said = capsys.readouterr()
-    assert "scripts/install_engine.sh vllm cpu" in said.err and said.out == "" and not (tmp_path / "run").exists()
+    message = capsys.readouterr()
+    assert "scripts/install_engine.sh vllm cpu" in message.err and message.out == "" and not (tmp_path / "run").exists()
 
 
 def test_with_ignore_eos_nothing_ends_an_answer(task: Path, tmp_path: Path) -> None:

@@ -28,11 +28,11 @@ from trainer.ppo.loop import Loop
 from trainer.ppo.ppo_builder import Assembly, reader, wants_critic
 from trainer.ppo.update import update
 from trainer.resilience.alarms import Alarm, react
-from trainer.resilience.restart import Lifetime
+from trainer.resilience.restart import RunLifecycle
 from trainer.rewards.models.reward_models import ServedModel
 from trainer.rewards.remote.remote_rewards import open_rewards
-from trainer.rewards.scoring import Answer
-from trainer.run.errors import Found
+from trainer.rewards.scoring import Response
+from trainer.run.errors import CheckFailed
 from trainer.run.timing import Start
 from workers.batch import Batch
 from workers.controller.group import Limit
@@ -59,7 +59,7 @@ def drawn() -> list[str]:
 
 
 @dataclass
-class Hosts:
+class FakeWorkers:
     """In the place of workers. calls: method and arguments of each, and the seconds that it may take."""
 
     world_size: int
@@ -94,14 +94,14 @@ class Trial:
 
     def __init__(self, config: PPOConfig) -> None:
         self.config = config
-        self.workers = Hosts(config.trainer.nnodes * config.trainer.n_gpus_per_node)
+        self.workers = FakeWorkers(config.trainer.nnodes * config.trainer.n_gpus_per_node)
 
     @cached_property
     def assembly(self) -> Assembly:
         config = self.config
         workers: Any = dict.fromkeys(ROLES, self.workers)
-        life = Lifetime(config.trainer, Path(config.trainer.default_local_dir))
-        return Assembly(config, placement_of(config, has_critic=wants_critic(config)), workers, life, reader(config))
+        lifecycle = RunLifecycle(config.trainer, Path(config.trainer.default_local_dir))
+        return Assembly(config, placement_of(config, has_critic=wants_critic(config)), workers, lifecycle, reader(config))
 
     @cached_property
     def loop(self) -> Loop:
@@ -142,7 +142,7 @@ def step_batch() -> Batch:
 def losses(trial: Trial) -> Any:
     """Of tokens, by the actor's loss."""
     loss, batch = ActorLoss(trial.assembly.actor_loss()), step_batch()
-    if loss.wants_preparation:
+    if loss.needs_preparation:
         batch, _ = loss.prepare(batch, torch.Generator().manual_seed(0))
     batch = batch.with_tokens(loss_weight=batch.tokens["response_mask"])
     return loss(dict.fromkeys(loss.needs, batch.tokens["log_probs"]), batch)[0].tolist()
@@ -224,8 +224,8 @@ def verified(trial: Trial) -> Any:
     engine, _ = trial.engine("actor")
     trial.assembly.rollout()
     _, spec, _ = trial.workers.asked("build_rollout")[0]
-    _, told = WeightSync(make_rollout(spec, place()), engine, spec.rollout, 0)(1)
-    return {name: value for name, value in plain_numbers(told).items() if not name.startswith("timing")}
+    _, output = WeightSync(make_rollout(spec, place()), engine, spec.rollout, 0)(1)
+    return {name: value for name, value in plain_numbers(output).items() if not name.startswith("timing")}
 
 
 def validation_asks(trial: Trial) -> Any:
@@ -234,10 +234,10 @@ def validation_asks(trial: Trial) -> Any:
 
     def answer(prompts: Any, n: int, sampling: Sampling, *rest: Any, **more: Any) -> Any:
         found.append((len(prompts), n, vllm_engine.sampling_arguments(request(0, (2,), **dataclasses.asdict(sampling)), 64)))
-        raise Found("seen")
+        raise CheckFailed("seen")
 
-    trial.loop.source.answer = answer  # type: ignore[method-assign]
-    with pytest.raises(Found, match="seen"):
+    trial.loop.sampler.generate_and_score = answer  # type: ignore[method-assign]
+    with pytest.raises(CheckFailed, match="seen"):
         trial.loop.validation.run(0)
     return found
 
@@ -246,16 +246,16 @@ def rung(trial: Trial) -> Any:
     """What becomes of a step in which every figure is bad, and what is told."""
     bad = {"actor/entropy": 0.5, "actor/ppo_kl": 9.0, "training/rollout_log_probs_diff_mean": 9.0}
     bad |= {"response_length/clip_ratio": 0.5, "training/zero_signal_groups": 1.0}
-    told: list[Any] = []
-    events: Any = SimpleNamespace(add=lambda *words: told.append(words))
+    output: list[Any] = []
+    events: Any = SimpleNamespace(add=lambda *words: output.append(words))
     try:
-        return react(trial.loop.trainer.health.alarms.see(1, bad), events, 1), told
-    except Found as error:
+        return react(trial.loop.trainer.health.alarms.evaluate(1, bad), events, 1), output
+    except CheckFailed as error:
         return str(error)
 
 
 def gone_back(trial: Trial) -> Any:
-    with pytest.raises(Found) as error:
+    with pytest.raises(CheckFailed) as error:
         trial.loop.roll_back(Alarm("rollback", "too high", 0))
     return str(error.value)
 
@@ -281,12 +281,12 @@ def servers_score(trial: Trial) -> Any:
     """What the reward model's server gives."""
     models = trial.assembly.reward_models()
     assert models is not None and isinstance(models.models[0].scorer, ServedModel)
-    return models.models[0].scorer.servers.score([Answer("sort_digits", "12", "12", {}, True, "", "<eos>")])
+    return models.models[0].scorer.servers.score([Response("sort_digits", "12", "12", {}, True, "", "<eos>")])
 
 
 def score(trial: Trial) -> Any:
     with open_rewards(trial.config.reward) as rewards:
-        return rewards.score([Answer("mine", "#### 12", "12", {}, True, "", "<eos>")])
+        return rewards.score([Response("mine", "#### 12", "12", {}, True, "", "<eos>")])
 
 
 def seconds_to_load(trial: Trial) -> Any:

@@ -54,9 +54,9 @@ def test_command_lines_of_verl_compose_as_they_are_typed(command: str, tmp_path:
     )
     assert result.returncode == 0, result.stderr
     assert result.stdout.startswith("configuration is fine: 2 workers on cpu")
-    told = [line.split()[1] for line in result.stderr.splitlines() if line.startswith("note: ")]
-    assert len(told) == len(result.stderr.splitlines()) == len(set(told))
-    assert set(told) >= {
+    output = [line.split()[1] for line in result.stderr.splitlines() if line.startswith("note: ")]
+    assert len(output) == len(result.stderr.splitlines()) == len(set(output))
+    assert set(output) >= {
         "actor_rollout_ref.model.use_remove_padding",
         "critic.model.use_remove_padding",
         "actor_rollout_ref.rollout.tensor_model_parallel_size",

@@ -65,15 +65,15 @@ def files_with_the_secret(folder: Path) -> Iterator[str]:
 
 def listening() -> Iterator[tuple[str, str, int]]:
     """(process, address, port) of all sockets that our children accept connections at."""
-    ours = set(descendants())
-    names = {process.pid: process.info["name"] for process in psutil.process_iter(["name"]) if process in ours}
+    actual = set(descendants())
+    names = {process.pid: process.info["name"] for process in psutil.process_iter(["name"]) if process in actual}
     for socket in psutil.net_connections("inet"):
         is_open = socket.status == psutil.CONN_LISTEN or (socket.type == SOCK_DGRAM and not socket.raddr)
         if is_open and socket.pid in names:
             yield names[socket.pid], socket.laddr.ip, socket.laddr.port
 
 
-def test_a_run_lets_nobody_in_and_no_secret_out(task: Path, tmp_path: Path) -> None:
+def test_a_run_lets_no_one_in_and_no_secret_out(task: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     arguments = ppo_arguments(
         task, run_dir,
@@ -87,9 +87,9 @@ def test_a_run_lets_nobody_in_and_no_secret_out(task: Path, tmp_path: Path) -> N
         sockets |= set(listening())
         leaks |= set(files_with_the_secret(run_dir))  # Ray's own logs are there as long as it runs
         time.sleep(1.0)
-    said, _ = run.communicate()
-    assert run.returncode == 0, said
-    assert SECRET not in said
+    message, _ = run.communicate()
+    assert run.returncode == 0, message
+    assert SECRET not in message
     assert leaks | set(files_with_the_secret(tmp_path)) == set()
     assert {"config.yaml", "environment.json", "manifest.json", "report.html"} <= {path.name for path in run_dir.rglob("*")}
     assert {name for name, address, port in sockets if address not in LOOPBACK} == set(), sockets
@@ -98,22 +98,22 @@ def test_a_run_lets_nobody_in_and_no_secret_out(task: Path, tmp_path: Path) -> N
     assert stat.S_IMODE(run_dir.stat().st_mode) == 0o700
 
 
-def test_a_run_that_fails_tells_no_secret(task: Path, tmp_path: Path) -> None:
+def test_a_run_that_fails_reports_no_secret(task: Path, tmp_path: Path) -> None:
     """Here the key is used: each error says whom it was sent to, and why nothing came back."""
     judge = ("reward.scorer=judge", "reward.judge.url=http://127.0.0.1:1/v1", "reward.judge.model=m", "reward.judge.retries=0")
     alone = ("reward.custom_reward_function.path=null", "reward.judge.prompt='{answer}'", "reward.num_workers=1")
     run = start(ppo_arguments(task, tmp_path / "run", *judge, *alone), tmp_path)
-    said, _ = run.communicate()
-    assert run.returncode == 2 and "http://127.0.0.1:1/v1/chat/completions" in said, said
-    assert SECRET not in said and list(files_with_the_secret(tmp_path)) == []
+    message, _ = run.communicate()
+    assert run.returncode == 2 and "http://127.0.0.1:1/v1/chat/completions" in message, message
+    assert SECRET not in message and list(files_with_the_secret(tmp_path)) == []
 
 
 @pytest.mark.parametrize("flags", [["--cfg", "job"], ["--cfg", "job", "--resolve"], ["--info", "config"]])
 def test_a_printed_configuration_is_without_secrets(flags: list[str], task: Path, tmp_path: Path) -> None:
     run = start(["--config-dir", str(task), "--config-name", "own", *flags], tmp_path)
-    said, _ = run.communicate()
-    assert run.returncode == 0 and "api_token: '***'" in said and "endpoint: https://***@host/v1" in said
-    assert SECRET not in said
+    message, _ = run.communicate()
+    assert run.returncode == 0 and "api_token: '***'" in message and "endpoint: https://***@host/v1" in message
+    assert SECRET not in message
 
 
 @pytest.mark.parametrize(
@@ -130,9 +130,9 @@ def test_a_printed_configuration_is_without_secrets(flags: list[str], task: Path
 )
 def test_a_secret_on_the_command_line_is_refused(word: str, key: str, task: Path, tmp_path: Path) -> None:
     run = start([*ppo_arguments(task, tmp_path / "run"), word], tmp_path)
-    said, _ = run.communicate()
-    assert run.returncode == 2 and said.startswith(f"error: {key}: a secret on the command line") and said.count("\n") == 1
-    assert SECRET not in said and list(files_with_the_secret(tmp_path)) == []
+    message, _ = run.communicate()
+    assert run.returncode == 2 and message.startswith(f"error: {key}: a secret on the command line") and message.count("\n") == 1
+    assert SECRET not in message and list(files_with_the_secret(tmp_path)) == []
 
 
 def test_no_pickle_is_opened(task: Path, tmp_path: Path) -> None:

@@ -29,12 +29,12 @@ from trainer import main_ppo
 from trainer.algorithms.losses.actor_loss import ActorLoss, ActorLossConfig
 from trainer.cluster.launch import open_backend
 from trainer.resilience.alarms import END_TOKENS, ppo_alarms
-from trainer.resilience.restart import Lifetime
+from trainer.resilience.restart import RunLifecycle
 from trainer.rewards.pool import worker
 from trainer.rewards.remote.remote_rewards import open_rewards
 from trainer.rewards.rules.reward_registry import compute_score
 from trainer.rewards.sandbox.forkserver import close_fork_servers
-from trainer.rewards.scoring import Answer
+from trainer.rewards.scoring import Response
 from trainer.rollout.group_filtering import Tally
 from trainer.rollout.rollout_builder import rollout_spec
 from workers.controller.group import WorkerError
@@ -111,10 +111,10 @@ def engines_are_asked_for(model: Path, patch: pytest.MonkeyPatch) -> None:
 
 def losses_are_computed() -> None:
     for mode in ("kl_cov", "clip_cov", "vanilla"):
-        loss = ActorLoss(ActorLossConfig.of(config_of(f"{ACTOR}.policy_loss.loss_mode={mode}"), own_old_log_probs=False))
+        loss = ActorLoss(ActorLossConfig.of(config_of(f"{ACTOR}.policy_loss.loss_mode={mode}"), old_log_probs_from_update=False))
         x = torch.linspace(-2, -1, 8)
         batch = micro_batch(old_log_probs=x, advantages=x.flip(0), log_probs=x + 0.5)
-        if loss.wants_preparation:
+        if loss.needs_preparation:
             batch, _ = loss.prepare(batch, torch.Generator())
         assert loss(dict.fromkeys(loss.needs, batch.tokens["log_probs"]), batch)[0].isfinite().all()
 
@@ -145,9 +145,9 @@ def answers_are_scored() -> None:
         ):
             found = compute_score(source, answer, truth, {"question": "2 + 2"}, reward)
             assert (found["score"] if isinstance(found, dict) else found) == 1.0
-        assert open_rewards(replace(reward, remote_urls=[])).score([Answer("judge", "4", "4", {"question": "?"}, True, "", "")])
+        assert open_rewards(replace(reward, remote_urls=[])).score([Response("judge", "4", "4", {"question": "?"}, True, "", "")])
         with open_rewards(reward) as rewards:
-            assert [score.value for score in rewards.score([Answer("mine", "4", "4", {}, True, "", "")])] == [1.0]
+            assert [score.value for score in rewards.score([Response("mine", "4", "4", {}, True, "", "")])] == [1.0]
 
 
 def a_scoring_process_starts(patch: pytest.MonkeyPatch) -> None:
@@ -155,19 +155,19 @@ def a_scoring_process_starts(patch: pytest.MonkeyPatch) -> None:
     limits: list[int] = []
     patch.setattr(worker, "_limit_memory", limits.append)
     patch.setattr(worker, "die_with_parent", lambda parent: None)
-    ours, theirs = socket.socketpair()
-    ours.sendall(pickle.dumps((config_of("reward.memory_limit_mb=3").reward, 1)))
-    ours.shutdown(socket.SHUT_WR)
-    worker.main(theirs.detach(), os.getpid())
-    assert limits == [3 << 20] and ours.recv(6) == b"false\n"
-    ours.close()
+    actual, expected = socket.socketpair()
+    actual.sendall(pickle.dumps((config_of("reward.memory_limit_mb=3").reward, 1)))
+    actual.shutdown(socket.SHUT_WR)
+    worker.main(expected.detach(), os.getpid())
+    assert limits == [3 << 20] and actual.recv(6) == b"false\n"
+    actual.close()
 
 
 def a_sick_run_is_seen() -> None:
     """Everything is as usual for ten steps, then nothing is."""
-    told = "{bound:0.5,action:warn,patience:1}"
+    output = "{bound:0.5,action:warn,patience:1}"
     names = [key.split(".")[1] for key in keys_of(PPOConfig).leaves if key.startswith("alarms.") and key.endswith(".bound")]
-    alarms = ppo_alarms(config_of(*(f"alarms.{name}={told}" for name in names)))
+    alarms = ppo_alarms(config_of(*(f"alarms.{name}={output}" for name in names)))
     usual = {
         "critic/score/mean": 1.0, "critic/score/max": 1.0, "critic/score/min": 0.0, "actor/entropy": 1.0, "actor/ppo_kl": 0.0,
         "actor/kl_loss": 0.0, "training/rollout_log_probs_diff_mean": 0.0, "actor/grad_norm": 1.0, "response_length/mean": 1.0,
@@ -176,15 +176,17 @@ def a_sick_run_is_seen() -> None:
     }  # fmt: skip
     odd = {name: 9.0 for name in usual} | {"actor/entropy": 0.1, "critic/score/mean": -90.0, "training/skipped_in_a_row": 9.0}
     odd |= {"val/accuracy": 0.1, "val/accuracy_std": 0.0, END_TOKENS: 0.0}
-    assert [alarm for step in range(1, 11) for alarm in alarms.see(step, usual)] == []
-    rung = {alarm.text.partition(":")[0] for step in range(11, 30) for alarm in alarms.see(step, odd | {"critic/score/max": 1.0})}
-    rung |= {alarm.text.partition(":")[0] for alarm in alarms.see(30, {"critic/score/mean": 0.0, "actor/grad_norm": 0.0})}
+    assert [alarm for step in range(1, 11) for alarm in alarms.evaluate(step, usual)] == []
+    rung = {
+        alarm.text.partition(":")[0] for step in range(11, 30) for alarm in alarms.evaluate(step, odd | {"critic/score/max": 1.0})
+    }
+    rung |= {alarm.text.partition(":")[0] for alarm in alarms.evaluate(30, {"critic/score/mean": 0.0, "actor/grad_norm": 0.0})}
     assert rung == set(names)
 
 
 def a_worker_dies(run_dir: Path) -> None:
     with pytest.raises(WorkerError):
-        Lifetime(config_of("trainer.max_restarts=0").trainer, run_dir).fell(WorkerError(0, "update", "killed"))
+        RunLifecycle(config_of("trainer.max_restarts=0").trainer, run_dir).handle_failure(WorkerError(0, "update", "killed"))
 
 
 def ray_is_joined(run_dir: Path, patch: pytest.MonkeyPatch) -> None:

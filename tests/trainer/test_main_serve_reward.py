@@ -15,7 +15,7 @@ from tests.serving import address, program
 from tests.trainer.rewards.config import reward_config
 from trainer import main_serve_reward
 from trainer.rewards.remote.remote_rewards import RemoteRewards
-from trainer.rewards.scoring import Answer, Score
+from trainer.rewards.scoring import Response, Score
 
 # Children of its own, as a careless function has them.
 FUNCTION = """
@@ -37,7 +37,7 @@ def test_a_signal_ends_it_and_all_that_it_has_started(number: int, code: int, bu
     with program(*words, f"trainer.default_local_dir={tmp_path}/run") as server:
         url = address(server)
         remote = RemoteRewards([url], reward_config(remote={"batch_size": 2, "retries": 0, "timeout": 60.0}).remote)
-        answers = [Answer("", text, None, {}, True) for text in ("child", "a", "b", "c")]
+        answers = [Response("", text, None, {}, True) for text in ("child", "a", "b", "c")]
         assert remote.score(answers) == [Score(0.5, {}, None)] * 4
         family = psutil.Process(server.pid).children(recursive=True)
         assert {process.name() for process in family} >= {"sleep"} and len(family) == 3
@@ -52,11 +52,13 @@ def test_a_signal_ends_it_and_all_that_it_has_started(number: int, code: int, bu
             reply = waiting.makefile("rb").read()  # until it is closed
             assert reply.startswith(b"HTTP/1.1 503") and b"the server is stopping" in reply
         waiting.close()
-        _, said = server.communicate(timeout=30.0)
+        _, message = server.communicate(timeout=30.0)
         assert server.returncode == code
         _, alive = psutil.wait_procs(family, timeout=5.0)
         assert alive == []
-    assert re.match(r"reward server: 2 requests, 4 answers, 0 failed, [\d,.]+ answers/s\n", said) and "Traceback" not in said
+    assert (
+        re.match(r"reward server: 2 requests, 4 answers, 0 failed, [\d,.]+ answers/s\n", message) and "Traceback" not in message
+    )
 
 
 @pytest.mark.parametrize(
@@ -84,18 +86,18 @@ def test_what_is_wrong_is_one_line(
         typed = [f"server.port={port}", *(override.format(taken=port) for override in overrides)]
         words = ["reward.num_workers=0", f"trainer.default_local_dir={tmp_path}", *typed]
         assert main_serve_reward.PROGRAM(words) == 2
-    told = capsys.readouterr().err.splitlines()
-    assert len(told) == 1 and re.match(f"error: {line}", told[0]), told
+    output = capsys.readouterr().err.splitlines()
+    assert len(output) == 1 and re.match(f"error: {line}", output[0]), output
 
 
 def test_without_the_extra_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr("trainer.serving.reward_server.find_spec", lambda name: None)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         assert main_serve_reward.PROGRAM(["reward.scorer=gsm8k", f"server.port={taken.getsockname()[1]}"]) == 2
-    told = capsys.readouterr().err
+    output = capsys.readouterr().err
     assert (
-        told.startswith("error: fastapi and uvicorn: not installed here; run pip install 'tandem[serve]'")
-        and told.count("\n") == 1
+        output.startswith("error: fastapi and uvicorn: not installed here; run pip install 'tandem[serve]'")
+        and output.count("\n") == 1
     )
 
 

@@ -167,8 +167,8 @@ def test_shared_rows_are_each_in_one_slot_and_what_is_computed_is_under_the_cap(
 def test_sharing_never_costs_the_dearest_rank_more(groups: list[tuple[int, list[int]]], n_ranks: int, cap: int) -> None:
     rows, limits = shared_rows(groups), Limits(max_tokens=cap)
     plans = rows.plan(n_ranks, limits, attention_cost=1e-3), make_plan(rows.lengths, n_ranks, limits, attention_cost=1e-3)
-    ours, plain = (max(sum(rows.cost(part, 1e-3) for part in cut) for cut in plan.rows_by_rank()) for plan in plans)
-    assert ours <= EVEN * plain
+    actual, plain = (max(sum(rows.cost(part, 1e-3) for part in cut) for cut in plan.rows_by_rank()) for plan in plans)
+    assert actual <= EVEN * plain
 
 
 def test_a_shared_row_over_the_budget_is_refused_too() -> None:

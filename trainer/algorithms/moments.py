@@ -32,7 +32,7 @@ class RunningMoments:
         """Population standard deviation; 1 until two different values have been recorded, so that it can be divided by."""
         return float(spread(torch.tensor((self.squares / max(self.count, 1)) ** 0.5, dtype=torch.float64)))
 
-    def see(self, values: Tensor) -> None:
+    def update(self, values: Tensor) -> None:
         """Record ``values`` (N,). Non-finite values are ignored: a single NaN would never leave the moments."""
         wide = values[values.isfinite()].double()
         n = len(wide)

@@ -148,7 +148,7 @@ def resolve_resume(
     return _from_path(resume_from_path, run_dir, weights=weights)
 
 
-def whole_checkpoint(resume_mode: str, resume_from_path: str | None, run_dir: Path) -> Checkpoint | None:
+def complete_checkpoint(resume_mode: str, resume_from_path: str | None, run_dir: Path) -> Checkpoint | None:
     """What resolve_resume would find locally, without removing, fetching or writing anything; None for a remote address.
 
     Raises ValueError like resolve_resume.

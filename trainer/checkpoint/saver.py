@@ -49,7 +49,7 @@ from trainer.checkpoint.manifest import (
 from trainer.checkpoint.remote_copies import RemoteCopies
 from trainer.checkpoint.unfinished import announce, complete_interrupted, entries, make_whole
 from trainer.cluster.remote import RemoteModel, SaveFailed
-from trainer.run.errors import Found, NotSaved
+from trainer.run.errors import CheckFailed, NotSaved
 from trainer.run.events import Events
 from trainer.run.run_dir import BEST, LATEST, checkpoint_dir, checkpoint_steps, redact, write_atomic
 from workers.controller.group import PhaseTimeout
@@ -131,7 +131,7 @@ class Saver:
         addition to the tokenizer. With async_save it returns when the state of all models is copied to host memory.
         """
         started = time.monotonic()
-        self.settle()
+        self.finish_pending()
         folder = _incomplete(checkpoint_dir(self.run_dir, step))
         with self._disk_may_fail(step, folder):
             if folder.exists():  # left by a failed save of this step
@@ -159,9 +159,9 @@ class Saver:
                     model.saved()
             self._pending = Pending(folder, models, manifest, started, time.monotonic() - started)
         if not self.background:
-            self.settle()
+            self.finish_pending()
 
-    def settle(self, *, patient: bool = True) -> None:
+    def finish_pending(self, *, patient: bool = True) -> None:
         """Complete the pending checkpoint, and report the result of a remote copy.
 
         patient: wait for both. Otherwise return at once if they are not ready; the loop calls it in this way after every step.
@@ -178,7 +178,7 @@ class Saver:
                     self._record(pending, [*saved.values()])
                     self._completed(checkpoint)
         if self._copying is not None and (patient or self._copying[1].done()):
-            self._tell_of_copy(*self._copying)
+            self._report_copy(*self._copying)
             self._copying = None
 
     def has(self, step: int) -> bool:
@@ -194,7 +194,7 @@ class Saver:
 
     def figures(self) -> dict[str, float]:
         """Metrics of the last completed checkpoint, returned once, for the metrics line of the current step."""
-        self.settle(patient=False)
+        self.finish_pending(patient=False)
         figures, self._figures = self._figures, {}
         return figures
 
@@ -202,21 +202,21 @@ class Saver:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """Complete the pending save after a normal end, or after Found: a run that an alarm stops keeps what it saved.
+        """Complete the pending save after a normal end, or after CheckFailed: a run that an alarm stops keeps what it saved.
 
         After any other exception the workers may be gone: the save is completed only if they had written all files.
         """
         if kind is None:
             self.finish()
-        elif issubclass(kind, Found):
-            self.settle()
+        elif issubclass(kind, CheckFailed):
+            self.finish_pending()
         elif self._pending is not None:
             with suppress(OSError):  # must not replace the exception of the run; the next start tries again
                 complete_interrupted(self.run_dir)
 
     def finish(self) -> None:
         """Complete the last save and print its figures. Raises NotSaved if it, or its remote copy, failed."""
-        self.settle()
+        self.finish_pending()
         if self._figures:
             waited, size, seconds, speed = self._figures.values()
             tell(f"last checkpoint: training waited {waited:.1f} s; {size:.3g} GB written in {seconds:.1f} s ({speed:.2f} GB/s)")
@@ -287,7 +287,7 @@ class Saver:
                 return error
         return None
 
-    def _tell_of_copy(self, step: int, copy: Future[Exception | None]) -> None:
+    def _report_copy(self, step: int, copy: Future[Exception | None]) -> None:
         """Report a failed copy, which is a problem if it is the last one, or a failed removal, which is not."""
         assert self.copies is not None
         if (error := copy.exception()) is not None:
@@ -334,7 +334,7 @@ class Saver:
             self._pending = None
             shutil.rmtree(folder, ignore_errors=True)
             self.problem = f"step {step}: {error}"
-            self.events.add(step, "checkpoint", f"not saved: {error}; the run goes on, the next save is tried")
+            self.events.add(step, "checkpoint", f"not saved: {error}; the run continues, the next save is tried")
 
     @cached_property
     def _tokenizer_files(self) -> dict[str, bytes]:

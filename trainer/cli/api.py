@@ -85,7 +85,7 @@ def run_ppo(config: PPOConfig | Sequence[str], callbacks: Sequence[Callback] = (
     ["recipe=quickstart", "trainer.total_training_steps=20"].
 
     Raises ConfigError (a ValueError) for an invalid configuration or missing files, ValueError or FileNotFoundError for other
-    errors that the user can fix, trainer.run.errors.Stopped if the run was stopped and can be resumed, Found if an alarm
+    errors that the user can fix, trainer.run.errors.Stopped if the run was stopped and can be resumed, CheckFailed if an alarm
     stopped it, WorkerError or PhaseTimeout for failures of workers.
     """
     if isinstance(config, PPOConfig):

@@ -68,18 +68,18 @@ def generation_inputs(config: GenerationConfig) -> Iterator[str]:
     yield from _files("data.path", config.data.path, [config.data.prompt_key], "data.prompt_key")
 
 
-def _supervised(config: SFTConfig | RewardModelConfig, columns: Sequence[str], said_by: str) -> Iterator[str]:
+def _supervised(config: SFTConfig | RewardModelConfig, columns: Sequence[str], set_by: str) -> Iterator[str]:
     yield from _model("model", config.model)
-    yield from _files("data.train_files", config.data.train_files, columns, said_by)
+    yield from _files("data.train_files", config.data.train_files, columns, set_by)
     if is_ever(config.trainer.test_freq) or isinstance(config, RewardModelConfig):
-        yield from _files("data.val_files", config.data.val_files, columns, said_by)
+        yield from _files("data.val_files", config.data.val_files, columns, set_by)
     yield from _resume(config.trainer)
 
 
 def _model(key: str, model: TokenizedModelConfig) -> Iterator[str]:
     """The model's files, and its tokenizer if the files are there."""
-    told = list(_problems(check_files, model.path, f"{key}.path"))
-    yield from told or _problems(check_tokenizer, model, key)
+    problems = list(_problems(check_files, model.path, f"{key}.path"))
+    yield from problems or _problems(check_tokenizer, model, key)
 
 
 def _reward(reward: ModelScoringConfig) -> Iterator[str]:
@@ -114,17 +114,17 @@ def _prompts(
     return rows
 
 
-def _files(key: str, files: Sequence[str], columns: Sequence[str], said_by: str) -> Generator[str, None, int | None]:
+def _files(key: str, files: Sequence[str], columns: Sequence[str], set_by: str) -> Generator[str, None, int | None]:
     """Check data files. Returns their number of rows, None if a file is invalid or does not record it.
 
-    said_by: keys that name the columns.
+    set_by: keys that name the columns.
     """
     from trainer.data.files import check_file  # imported late: pyarrow is slow to import
 
     total: int | None = 0
     for file in files:
         try:
-            rows = check_file(file, columns, said_by)
+            rows = check_file(file, columns, set_by)
         except ValueError as error:
             yield f"{key}={error}"
             rows = None

@@ -28,7 +28,7 @@ from configs.schema.common import ProgramConfig, RunConfig, WorkersConfig
 from configs.sweeps.sweep_points import INTERRUPTED, Point, Result, Status, Value, read_results, write_result
 from configs.validation.rollout import world_size
 from trainer.cli.sweep import earlier, table
-from trainer.run.errors import Found, NotSaved, Stopped
+from trainer.run.errors import CheckFailed, NotSaved, Stopped
 from trainer.run.run_status import ended_with, objective_of
 from trainer.run.timing import program_began
 from workers.controller.group import PhaseTimeout, WorkerError
@@ -42,7 +42,7 @@ class RunnableConfig(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
+class JobEnd:
     """Outcome of a job. status: None if it was only checked. objective: trainer.objective, larger is better."""
 
     code: int
@@ -79,7 +79,7 @@ DRY_RUNS = {
     "config": "  trainer.dry_run=config  check the configuration, start nothing",
     "full": "  trainer.dry_run=full    and models, data and rewards; print the plan",
 }
-NOTHING_LEFT = "nothing is left to do; more steps go on from there, and trainer.resume_mode=disable starts anew"
+NOTHING_LEFT = "nothing is left to do; more steps continue from there, and trainer.resume_mode=disable starts anew"
 WIDTH = 80
 """Columns of the help page."""
 
@@ -93,7 +93,7 @@ class Program(Generic[Config]):
     warnings, and imports what is heavy. inputs: problems of the files that a configuration names, one line each; evaluated
     before run. plan: executed for trainer.dry_run=full; None: the program has no plan.
 
-    check and run raise ValueError or FileNotFoundError for errors that the user can fix; run also raises Found and Stopped.
+    check and run raise ValueError or FileNotFoundError for errors that the user can fix; run also raises CheckFailed and Stopped.
     """
 
     name: str
@@ -150,7 +150,7 @@ class Program(Generic[Config]):
         which ends the process.
         """
         if not point.alone and any(result.code > 128 for result in read_results(point.sweep_dir)):
-            ended = Ended(0, "not started")
+            ended = JobEnd(0, "not started")
         else:
             ended = self.job(tree, command, point, full_traceback=full_traceback)
         if ended.status is not None:
@@ -160,7 +160,7 @@ class Program(Generic[Config]):
                 signal.raise_signal(signal.Signals[f"SIG{os.environ.get('SUBMITIT_PREEMPT_SIGNAL', 'USR2')}"])
         return INTERRUPTED if ended.status in ("interrupted", "not started") else ended.objective
 
-    def job(self, tree: Tree, command: CommandLine, point: Point | None = None, *, full_traceback: bool) -> Ended:
+    def job(self, tree: Tree, command: CommandLine, point: Point | None = None, *, full_traceback: bool) -> JobEnd:
         """Execute one job; a trial of a sweep only if it is not finished yet.
 
         full_traceback: as typed, for errors before a configuration exists.
@@ -172,31 +172,31 @@ class Program(Generic[Config]):
             full_traceback = trainer.full_traceback
             if trainer.dry_run == "full" and self.plan is None:
                 raise ConfigError(f"trainer.dry_run=full: {self.name} has no plan to show; take trainer.dry_run=config")
-            told = [*command.notes, *loaded.notes, *self.check(loaded.config, command.typed)]
-            for note in told:
+            warnings = [*command.notes, *loaded.notes, *self.check(loaded.config, command.typed)]
+            for note in warnings:
                 print(f"note: {note}", file=sys.stderr)
             if trainer.dry_run == "config":
                 print(f"configuration is fine: {in_words(trainer)}run directory {trainer.default_local_dir}")
-                return Ended(0, None)
+                return JobEnd(0, None)
             if trainer.dry_run is None and isinstance(trainer, RunConfig):
                 config = asdict(loaded.config)  # type: ignore[call-overload]
                 if point is not None:
                     before = earlier(config, trainer, point)
                 elif (step := nothing_left(config)) is not None:
                     print(f"the run in {trainer.default_local_dir} ended with step {step}: {NOTHING_LEFT}")
-                    return Ended(0, "finished")
+                    return JobEnd(0, "finished")
             finished = before is not None and before.status == "finished"
             # A finished trial does not need its inputs any more.
             if not finished and (problems := list(self.inputs(loaded.config))):
                 raise ConfigError("\n".join(problems))
         except ValueError as error:
-            return Ended(complain(*str(error).splitlines(), full_traceback=full_traceback), "failed")
+            return JobEnd(complain(*str(error).splitlines(), full_traceback=full_traceback), "failed")
         began, code = time.perf_counter(), 0
         status: Status = "finished"
         if not finished:
-            code, status = self.attempt(loaded.config, told)
+            code, status = self.attempt(loaded.config, warnings)
         if trainer.dry_run == "full":
-            return Ended(code, None)
+            return JobEnd(code, None)
         seconds = before.seconds if before is not None and finished else time.perf_counter() - began
         objective = None
         if status == "finished" and isinstance(trainer, RunConfig) and trainer.objective is not None:
@@ -204,9 +204,9 @@ class Program(Generic[Config]):
                 objective = objective_of(Path(trainer.default_local_dir), trainer.objective)
             except ValueError as error:
                 code = complain(str(error))
-        return Ended(code, status, objective, seconds)
+        return JobEnd(code, status, objective, seconds)
 
-    def attempt(self, config: Config, told: list[str]) -> tuple[int, Status]:
+    def attempt(self, config: Config, warnings: list[str]) -> tuple[int, Status]:
         """Execute the program, or its plan. Returns (exit code, status)."""
         trainer = config.trainer
         if trainer.dry_run is None and sys.stdout.isatty():  # the imports that follow take seconds
@@ -215,11 +215,11 @@ class Program(Generic[Config]):
             if trainer.dry_run == "full" and self.plan is not None:
                 self.plan(config)
             else:
-                self.run(config, told)
+                self.run(config, warnings)
         except (ValueError, FileNotFoundError) as error:
             where = "" if trainer.full_traceback else " (trainer.full_traceback=true shows where)"
             return complain(f"{' '.join(str(error).split())}{where}", full_traceback=trainer.full_traceback), "failed"
-        except Found as error:
+        except CheckFailed as error:
             complain(*str(error).splitlines())
             return 3, "failed"
         except Stopped as error:
@@ -237,7 +237,7 @@ class Program(Generic[Config]):
 
     def help(self) -> str:
         """The --help page."""
-        said = described(CONFIG_DIR / f"{self.root}.yaml")
+        defaults = described(CONFIG_DIR / f"{self.root}.yaml")
         return HELP.format(
             name=self.name,
             about=wrapped(" ".join(self.about.split()), "", ""),
@@ -246,7 +246,7 @@ class Program(Generic[Config]):
             groups="\n".join(line for group in groups_of(self.root) for line in group_lines(group)) or "  none",
             count=len(keys_of(self.schema).leaves),
             keys="\n".join(
-                f"  {key}={said[key].value}\n{wrapped(said[key].comment, '      ', '      ')}" for key in self.often_used
+                f"  {key}={defaults[key].value}\n{wrapped(defaults[key].comment, '      ', '      ')}" for key in self.often_used
             ),
             dry_runs="\n".join(DRY_RUNS[kind] for kind in ("config", "full") if kind == "config" or self.plan is not None),
         )

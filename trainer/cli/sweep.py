@@ -11,9 +11,9 @@ from configs.schema.common import RunConfig
 from configs.sweeps.sweep_points import Point, Result
 from trainer.run.run_status import Outcome, earlier_outcome
 
-SAID = {
+STATUS_MESSAGES = {
     "finished": "was finished by an earlier start: it is left as it is",
-    "interrupted": "was interrupted: it goes on from its last checkpoint, if it has one",
+    "interrupted": "was interrupted: it resumes from its last checkpoint, if it has one",
     "failed": "failed: it is tried again, from its last checkpoint, if it has one",
 }
 
@@ -27,7 +27,7 @@ def earlier(config: Mapping[str, Any], trainer: RunConfig, point: Point) -> Outc
         return None
     before = earlier_outcome(Path(trainer.default_local_dir), config)
     if before is not None:
-        print(f"point {point.number} {SAID[before.status]} ({trainer.default_local_dir})", file=sys.stderr)
+        print(f"point {point.number} {STATUS_MESSAGES[before.status]} ({trainer.default_local_dir})", file=sys.stderr)
     return before
 
 

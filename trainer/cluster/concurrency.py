@@ -26,7 +26,7 @@ class Together:
     """Runs parts of a step, by role: pools work concurrently, roles of one pool in turn."""
 
     def __init__(self, workers: Mapping[str, WorkerGroup], n_gpus: int) -> None:
-        """hosts: worker group of each role, the same for roles that share processes. n_gpus: GPUs of the run."""
+        """workers: worker group of each role, the same for roles that share processes. n_gpus: GPUs of the run."""
         self.workers = workers
         self.n_gpus = n_gpus
 

@@ -265,5 +265,5 @@ def work_by_rank(plan: Plan, lengths: Sequence[int], mesh: Mesh) -> list[str]:
 def mesh_of(places: Sequence[tuple[int, bool]]) -> Mesh:
     """Mesh of a role. places: by rank, (data-parallel shard, whether it returns the results of that shard)."""
     n_shards = max(shard for shard, _ in places) + 1
-    answers = tuple(places.index((shard, True)) for shard in range(n_shards))
-    return Mesh(shard_of_rank=tuple(shard for shard, _ in places), answers=answers)
+    output_ranks = tuple(places.index((shard, True)) for shard in range(n_shards))
+    return Mesh(shard_of_rank=tuple(shard for shard, _ in places), output_ranks=output_ranks)

@@ -50,22 +50,22 @@ def with_template(tokenizer: PreTrainedTokenizerBase, path: str | None) -> PreTr
     return tokenizer
 
 
-def same_words(one: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase) -> bool:
+def same_tokenizer(one: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase) -> bool:
     """Whether both tokenizers encode every conversation identically. False if unknown: tokenizers without a Rust backend."""
-    return words_of(one) == words_of(other) != ""
+    return tokenizer_fingerprint(one) == tokenizer_fingerprint(other) != ""
 
 
-def words_of(tokenizer: PreTrainedTokenizerBase) -> str:
+def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
     """Hash of everything that determines a conversation's tokens; "" if unknown: tokenizers without a Rust backend."""
     # Only the Rust backend serialises its rules. Names or vocabularies are not enough: two tokenizers with equal vocabularies may
     # differ in merges, normalisation or added tokens.
     if not tokenizer.is_fast:
         return ""
-    rules = json.dumps((rules_of(tokenizer), tokenizer.eos_token_id, tokenizer.chat_template))
+    rules = json.dumps((tokenizer_rules(tokenizer), tokenizer.eos_token_id, tokenizer.chat_template))
     return hashlib.blake2b(rules.encode(), digest_size=16).hexdigest()
 
 
-def rules_of(tokenizer: PreTrainedTokenizerBase) -> str:
+def tokenizer_rules(tokenizer: PreTrainedTokenizerBase) -> str:
     """Serialised rules of a fast tokenizer, without truncation and padding."""
     # On a copy: truncation and padding are state left by the tokenizer's last call, and disabling them on the tokenizer itself
     # would race with calls of other threads.

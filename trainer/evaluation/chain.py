@@ -34,7 +34,7 @@ MOST_MISTAKES = 12
 
 
 @dataclass(frozen=True, slots=True)
-class Judged:
+class PolicyScores:
     """Scored responses of one model: P prompts, n responses each. truth, model: scores of rule and reward model, (P, n)."""
 
     rows: list[Row]
@@ -51,7 +51,7 @@ class Judged:
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class SelectionResult:
     """Results of one way to generate responses: mean truth over prompts with its interval, and the reward model's mean score.
 
     rescaled: the reward model's score on a scale where 0 is the mean over the fine-tuned model's wrong responses and 1 the mean
@@ -87,7 +87,7 @@ class Mistake:
 
 def write(folder: Path) -> Path:
     """Write page and figures; returns the page's path. Raises ValueError, one line, without scores or pairs to compare."""
-    tuned, policy = read_judged(folder / "sft_answers/answers"), read_judged(folder / "policy_answers/answers")
+    tuned, policy = read_policy_scores(folder / "sft_answers/answers"), read_policy_scores(folder / "policy_answers/answers")
     accuracy, scale = pair_accuracy(tuned), scale_of(tuned)
     ways = ways_of(tuned, policy, scale)
     ppo, reward = series_of(read_metrics(folder / "ppo")), series_of(read_metrics(folder / "reward"))
@@ -115,20 +115,20 @@ def write(folder: Path) -> Path:
     return folder / REPORT
 
 
-def read_judged(answers: Path) -> Judged:
+def read_policy_scores(answers: Path) -> PolicyScores:
     """Read the shards of a directory. Raises ValueError if any response has no score."""
     rows = [row for path in shard_files(answers) for row in pq.read_table(path).to_pylist()]
     failed = sum(score is None for row in rows for score in row["scores"])
     if failed:
         raise ValueError(f"{answers}: {failed} answers have no score, their rewards failed")
     truth, model = ([[part[name] for part in row["score_parts"]] for row in rows] for name in (TRUTH, MODEL))
-    return Judged(rows, truth, model)
+    return PolicyScores(rows, truth, model)
 
 
 Scale = Callable[[float], float]
 
 
-def scale_of(tuned: Judged) -> Scale:
+def scale_of(tuned: PolicyScores) -> Scale:
     """Linear map of reward model scores to Way.rescaled."""
     zero, one = (mean([m for t, m in tuned.each() if (t >= RIGHT) == right]) for right in (False, True))
 
@@ -138,35 +138,42 @@ def scale_of(tuned: Judged) -> Scale:
     return rescaled
 
 
-def ways_of(tuned: Judged, policy: Judged, scale: Scale) -> list[Way]:
+def ways_of(tuned: PolicyScores, policy: PolicyScores, scale: Scale) -> list[SelectionResult]:
     """Fine-tuned model and PPO policy, each with one response and with best of n; best of n by the truth is the upper bound."""
     ways = []
-    for name, judged in (("fine-tuned", tuned), ("PPO", policy)):
-        for k, label in ((1, name), (judged.n, f"{name}, best of {judged.n}")):
-            ways.append(way(label, chosen(judged, judged.truth, k), chosen(judged, judged.model, k), scale))
+    for name, scores_of_policy in (("fine-tuned", tuned), ("PPO", policy)):
+        for k, label in ((1, name), (scores_of_policy.n, f"{name}, best of {scores_of_policy.n}")):
+            ways.append(
+                way(
+                    label,
+                    chosen(scores_of_policy, scores_of_policy.truth, k),
+                    chosen(scores_of_policy, scores_of_policy.model, k),
+                    scale,
+                )
+            )
     best = [own.index(max(own)) for own in tuned.truth]
     truth, model = ([own[i] for own, i in zip(of, best, strict=True)] for of in (tuned.truth, tuned.model))
     return [*ways[:2], way(f"fine-tuned, best of {tuned.n} by the truth", truth, model, scale), *ways[2:]]
 
 
-def chosen(judged: Judged, values: Sequence[Sequence[float]], k: int) -> list[float]:
+def chosen(scores_of_policy: PolicyScores, values: Sequence[Sequence[float]], k: int) -> list[float]:
     """Expected value, per prompt, of the response that the reward model selects out of k."""
-    return [best_of_k(scores, own, k) for scores, own in zip(judged.model, values, strict=True)]
+    return [best_of_k(scores, own, k) for scores, own in zip(scores_of_policy.model, values, strict=True)]
 
 
-def way(name: str, truth: Sequence[float], model: Sequence[float], scale: Scale) -> Way:
+def way(name: str, truth: Sequence[float], model: Sequence[float], scale: Scale) -> SelectionResult:
     score = mean(model)
-    return Way(name, mean_with_interval(truth, RESAMPLES, seed_of(1, "bootstrap")), score, scale(score))
+    return SelectionResult(name, mean_with_interval(truth, RESAMPLES, seed_of(1, "bootstrap")), score, scale(score))
 
 
-def pair_accuracy(judged: Judged) -> float:
+def pair_accuracy(scores_of_policy: PolicyScores) -> float:
     """Share of pairs of a right and a wrong response to the same prompt that the reward model orders correctly; ties count 0.5.
 
     Raises ValueError if there is no such pair.
     """
     won = [
         0.5 + 0.5 * ((right > wrong) - (right < wrong))
-        for truth, model in zip(judged.truth, judged.model, strict=True)
+        for truth, model in zip(scores_of_policy.truth, scores_of_policy.model, strict=True)
         for (t, right), (other, wrong) in product(zip(truth, model, strict=True), repeat=2)
         if t >= RIGHT > other
     ]
@@ -175,18 +182,18 @@ def pair_accuracy(judged: Judged) -> float:
     return mean(won)
 
 
-def best_of_n_charts(tuned: Judged, scale: Scale) -> list[Chart]:
+def best_of_n_charts(tuned: PolicyScores, scale: Scale) -> list[Chart]:
     ks = [float(k) for k in range(1, tuned.n + 1)]
     truth = [mean(chosen(tuned, tuned.truth, int(k))) for k in ks]
     model = [scale(mean(chosen(tuned, tuned.model, int(k)))) for k in ks]
-    return [beside("Best of n", "of the fine-tuned model, taken by the reward model", (ks, truth), (ks, model))]
+    return [two_curves("Best of n", "of the fine-tuned model, taken by the reward model", (ks, truth), (ks, model))]
 
 
 def learning_charts(sft: Series, reward: Series, ppo: Series, scale: Scale) -> list[Chart]:
     by_model = next(values for name, values in ppo.items() if name.startswith("val-aux/") and f"/{MODEL}/" in name)
     steps, scores = by_model
     return [
-        beside("PPO", "held-out prompts, one answer", ppo[ACCURACY], (steps, [scale(score) for score in scores])),
+        two_curves("PPO", "held-out prompts, one answer", ppo[ACCURACY], (steps, [scale(score) for score in scores])),
         draw(
             "Reward model",
             "accuracy, held-out pairs",
@@ -201,7 +208,7 @@ Points = tuple[Sequence[float], Sequence[float]]
 """x and y of a curve."""
 
 
-def beside(title: str, note: str, truth: Points, model: Points) -> Chart:
+def two_curves(title: str, note: str, truth: Points, model: Points) -> Chart:
     curves = [
         Curve("true score", *truth, exact=True, dots=True),
         Curve("reward model's, rescaled", *model, exact=True, dots=True),
@@ -209,7 +216,7 @@ def beside(title: str, note: str, truth: Points, model: Points) -> Chart:
     return draw(title, note, curves, at_least=(0.0, 1.0))
 
 
-def mistakes_of(policy: Judged) -> list[Mistake]:
+def mistakes_of(policy: PolicyScores) -> list[Mistake]:
     """Distinct wrong responses with the highest reward model scores, highest first."""
     found = {}
     for row, truth, model in zip(policy.rows, policy.truth, policy.model, strict=True):

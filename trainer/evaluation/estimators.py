@@ -60,13 +60,13 @@ def maj_at_k(votes: Sequence[Hashable | None], scores: Sequence[float], k: int) 
     assert len(scores) == n and 1 <= k <= n, (n, len(scores), k)
     if n > MAX_VOTERS:
         raise ValueError(f"maj@k of {n} answers to a prompt: at most {MAX_VOTERS} can be counted")
-    said: defaultdict[Hashable, list[float]] = defaultdict(list)
+    scores_of_vote: defaultdict[Hashable, list[float]] = defaultdict(list)
     for vote, score in zip(votes, scores, strict=True):
         if vote is not None:
-            said[vote].append(score)
-    sizes = sorted(len(members) for members in said.values())
+            scores_of_vote[vote].append(score)
+    sizes = sorted(len(members) for members in scores_of_vote.values())
     wins = winning(sizes, n - sum(sizes), k)
-    return sum(wins[len(members)] * sum(members) / len(members) for members in said.values())
+    return sum(wins[len(members)] * sum(members) / len(members) for members in scores_of_vote.values())
 
 
 def winning(sizes: Sequence[int], silent: int, k: int) -> dict[int, float]:

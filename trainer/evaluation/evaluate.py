@@ -19,7 +19,7 @@ from trainer.evaluation.votes import Vote, vote_function
 from trainer.generation.shards import shard_files
 from trainer.rewards.remote.remote_rewards import needs_data_sources, open_rewards
 from trainer.rewards.rules.reward_registry import check_data_sources
-from trainer.rewards.scoring import Answer, Score, check_some_scored
+from trainer.rewards.scoring import Response, Score, check_some_scored
 from trainer.run.run_dir import write_atomic
 from trainer.tracking.formatting import table_console
 from workers.seeding import seed_of
@@ -86,7 +86,7 @@ def score(config: EvaluationConfig, rows: Rows, answers: Sequence[list[str]], so
     truths = [value["ground_truth"] for value in rows.column(config.data.reward_model_key)]
     extras, reasons = rows.column("extra_info"), rows.column("finish_reasons")
     asked = [
-        Answer(source, text, truth, extra or {}, finished=why == "stop")
+        Response(source, text, truth, extra or {}, finished=why == "stop")
         for own, source, truth, extra, ends in zip(answers, sources, truths, extras, reasons, strict=True)
         for text, why in zip(own, ends or ["stop"] * len(own), strict=True)
     ]
@@ -148,7 +148,7 @@ def of_group(group: Sequence[Scored], metrics: MetricsConfig, seed: int) -> dict
     for k in metrics.k or ladder(most):
         having = [prompt for prompt in group if len(prompt.scores) >= k]
         if not having:
-            raise ValueError(f"metrics.k={k}: no prompt has so many scored answers, the most are {most}")
+            raise ValueError(f"metrics.k={k}: no prompt has that many scored answers, the most are {most}")
         passed = [sum(value >= metrics.pass_score for value in prompt.scores) for prompt in having]
         values = {
             "mean": [sum(prompt.scores) / len(prompt.scores) for prompt in having],

@@ -14,9 +14,9 @@ from trainer.data.files import value_of
 from trainer.generation.shards import Row
 from trainer.rewards.models.reward_models import RewardModels
 from trainer.rewards.remote.remote_rewards import RemoteRewards
-from trainer.rewards.requests import to_score
+from trainer.rewards.requests import responses_to_score
 from trainer.rewards.scoring import Rewards, check_some_scored
-from trainer.rollout.responses import ask, join, texts_of
+from trainer.rollout.responses import decode_responses, join_responses, prompt_batch
 from workers.batch import Batch
 from workers.rollout.base import Sampling
 from workers.seeding import seed_of
@@ -59,17 +59,17 @@ class Generator:
         prompts = [self.data[index] for index in indices]
         asked = [prompt for prompt in prompts for _ in range(self.n)]
         seeds = [seed_of(self.seed, "generation", prompt.uid, sample) for prompt in prompts for sample in range(self.n)]
-        questions = ask(asked, seeds, greedy=torch.zeros(len(asked), dtype=torch.bool))
+        questions = prompt_batch(asked, seeds, greedy=torch.zeros(len(asked), dtype=torch.bool))
         answers = self.rollout.generate(questions, self.sampling, self.n)
         finished = answers.rows["finished"].bool().tolist()
-        texts = texts_of(answers, self.tokenizer)
+        texts = decode_responses(answers, self.tokenizer)
         columns: dict[str, list] = {
             "responses": texts,
             "log_probs": [values.double().sum().item() for values in answers.split_rows("rollout_log_probs")],
             "lengths": answers.lengths.tolist(),
             "finish_reasons": ["stop" if done else "length" for done in finished],
         }
-        columns |= self._scores(asked, texts, join(questions, answers))
+        columns |= self._scores(asked, texts, join_responses(questions, answers))
         rows = []
         for place, (index, prompt) in enumerate(zip(indices, prompts, strict=True)):
             own = slice(place * self.n, (place + 1) * self.n)
@@ -80,7 +80,7 @@ class Generator:
         if self.rewards is None:
             return {}
         finished = answers.rows["finished"].bool()
-        written = to_score(asked, texts, answers, self.tokenizer, for_servers=isinstance(self.rewards, RemoteRewards))
+        written = responses_to_score(asked, texts, answers, self.tokenizer, for_servers=isinstance(self.rewards, RemoteRewards))
         with self.watchdog.own("reward", "scoring", f"{len(written)} answers"):
             scores = self.rewards.score(written)
         parts = {}

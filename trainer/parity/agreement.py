@@ -13,7 +13,7 @@ LENGTH_QUANTILES = (0.0, 0.1, 0.5, 0.9, 1.0)
 
 
 @dataclass(frozen=True, slots=True)
-class EngineAnswers:
+class EngineResponses:
     """A responses of T tokens in total, and the trainer's outputs for the same tokens at the same temperature.
 
     limit: maximum number of tokens per response. uids, lengths int64 (A,): row in the data, number of tokens. finished bool (A,):
@@ -58,7 +58,7 @@ class Differences:
     position: int
 
 
-def differences(answers: EngineAnswers) -> Differences:
+def differences(answers: EngineResponses) -> Differences:
     """Statistics of the log-prob differences. NaN counts as the largest difference, since np.argmax returns it first."""
     signed = answers.log_probs - answers.trainer_log_probs
     absolute = np.abs(signed)
@@ -87,7 +87,7 @@ class Choices:
     position: int
 
 
-def choices(greedy: EngineAnswers, margin: float) -> Choices:
+def choices(greedy: EngineResponses, margin: float) -> Choices:
     """Compare each greedy token with the trainer's choice. margin: in nats."""
     # The trainer scored every token after the engine's own prefix, so an early difference does not propagate to later tokens.
     gaps = greedy.gaps
@@ -128,7 +128,7 @@ class Agreement:
     divergences: list[Divergence]
 
 
-def agreement(reference: EngineAnswers, own: EngineAnswers) -> Agreement:
+def agreement(reference: EngineResponses, own: EngineResponses) -> Agreement:
     """Compare two engines' responses to the same prompts in the same order."""
     found: list[Divergence] = []
     equal = 0
@@ -148,7 +148,7 @@ def agreement(reference: EngineAnswers, own: EngineAnswers) -> Agreement:
     return Agreement(answers=1 - len(found) / len(reference.uids), tokens=equal / longest, divergences=found)
 
 
-def rows_of(answers: EngineAnswers) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+def rows_of(answers: EngineResponses) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
     """token_ids, trainer_log_probs and top_log_probs of each response."""
     return zip(*map(answers.split, (answers.token_ids, answers.trainer_log_probs, answers.top_log_probs)), strict=True)
 
@@ -160,7 +160,7 @@ def common_prefix(first: np.ndarray, second: np.ndarray) -> int:
     return int(different[0]) if len(different) else n
 
 
-def draw_z(sampled: EngineAnswers) -> float:
+def draw_z(sampled: EngineResponses) -> float:
     """Test statistic: deviation of the sampled tokens from the trainer's distribution, in standard errors.
 
     Problem: an engine may report correct log-probs and still sample at another temperature. Idea: given its prefix, a token's
@@ -188,7 +188,7 @@ class Ends:
     wrong: dict[str, int]
 
 
-def ends(answers: EngineAnswers, stop_token_ids: Collection[int], special_token_ids: Collection[int]) -> Ends:
+def ends(answers: EngineResponses, stop_token_ids: Collection[int], special_token_ids: Collection[int]) -> Ends:
     """Check how responses end. stop_token_ids: empty with ignore_eos; a stop token ends a response and is its last token."""
     wrong: Counter[str] = Counter()
     ended_by: Counter[int] = Counter()
@@ -198,7 +198,7 @@ def ends(answers: EngineAnswers, stop_token_ids: Collection[int], special_token_
         for what, is_so in {
             "it stopped, and not with a stop token": finished and not is_stop[-1],
             "it ends with a stop token, and did not stop": not finished and is_stop[-1],
-            "it goes on after a stop token": is_stop[:-1].any(),
+            "it continues after a stop token": is_stop[:-1].any(),
             "it is shorter than it may be, and did not stop": not finished and len(ids) < answers.limit,
             "it is longer than it may be": len(ids) > answers.limit,
         }.items():

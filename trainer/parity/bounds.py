@@ -84,7 +84,7 @@ def _of_engine(engine: Engine, bounds: BoundsConfig, dtype: Dtype) -> Iterator[s
     if engine.draw_z is not None and not abs(engine.draw_z) <= bounds.draw_z:
         kind = "too likely" if engine.draw_z > 0 else "too unlikely"
         yield (
-            f"sampled: the draws are {kind} for the trainer's distribution, by {abs(engine.draw_z):.1f} standard errors: "
+            f"sampled: the samples are {kind} for the trainer's distribution, by {abs(engine.draw_z):.1f} standard errors: "
             f"> bounds.draw_z={bounds.draw_z:g}"
         )
     for kind, answers in (("greedy", engine.greedy), ("sampled", engine.sampled)):
@@ -103,5 +103,5 @@ def _of_pass(answers: Pass, bounds: BoundsConfig, dtype: Dtype) -> Iterator[str]
     if not found.mean_abs <= mean:
         yield f"log-probs are {found.mean_abs:.3g} off the trainer's on average: > bounds.log_prob_mean.{dtype}={mean:g}"
     if (wrong := sum(answers.ends.wrong.values())) > bounds.wrong_ends:
-        said = "; ".join(f"{count} x {what}" for what, count in answers.ends.wrong.items())
-        yield f"answers end wrongly: {said}: {wrong} > bounds.wrong_ends={bounds.wrong_ends}"
+        summary = "; ".join(f"{count} x {what}" for what, count in answers.ends.wrong.items())
+        yield f"answers end wrongly: {summary}: {wrong} > bounds.wrong_ends={bounds.wrong_ends}"

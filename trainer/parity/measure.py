@@ -13,9 +13,9 @@ from configs.schema.common import Sharding
 from trainer.cluster.remote import RemoteModel, RemoteRollout
 from trainer.cluster.watchdog import Watchdog
 from trainer.data.dataset import Prompt
-from trainer.parity.agreement import EngineAnswers
-from trainer.rollout.responses import ask, join
-from trainer.rollout.rollout_builder import start_source
+from trainer.parity.agreement import EngineResponses
+from trainer.rollout.responses import join_responses, prompt_batch
+from trainer.rollout.rollout_builder import start_weight_source
 from workers.batch import Batch
 from workers.controller.group import WorkerGroup
 from workers.controller.rpc import worker_call
@@ -41,7 +41,7 @@ class ParityTask:
 class Timed:
     """Responses, seconds of generation, and share of prompt tokens read from a cache (None: not reported)."""
 
-    answers: EngineAnswers
+    answers: EngineResponses
     seconds: float
     cached: float | None
 
@@ -60,7 +60,7 @@ class Measured:
 
 def measure(workers: WorkerGroup, spec: RolloutSpec, task: ParityTask, watchdog: Watchdog) -> Measured:
     """Start the engine of ``spec`` colocated with the trainer's model, and generate greedy and sampled responses."""
-    actor = start_source(workers, spec, watchdog, sharding=task.sharding, seed=task.seed)
+    actor = start_weight_source(workers, spec, watchdog, sharding=task.sharding, seed=task.seed)
     without = memory(workers, watchdog)
     started = time.perf_counter()
     rollout = RemoteRollout(workers, spec, "actor", watchdog)
@@ -103,7 +103,7 @@ def generate(rollout: RemoteRollout, task: ParityTask, sampling: Sampling, n: in
     """Generate ``n`` responses per prompt; each is seeded by (seed, uid, sample) alone, so all engines get the same seeds."""
     prompts = [prompt for prompt in task.prompts for _ in range(n)]
     seeds = [seed_of(task.seed, "parity", prompt.uid, sample) for prompt in task.prompts for sample in range(n)]
-    questions = ask(prompts, seeds, greedy=torch.zeros(len(prompts), dtype=torch.bool))
+    questions = prompt_batch(prompts, seeds, greedy=torch.zeros(len(prompts), dtype=torch.bool))
     rollout.stats()  # counters are reset when they are read
     started = time.perf_counter()
     answers = rollout.generate(questions, sampling, n)
@@ -111,7 +111,7 @@ def generate(rollout: RemoteRollout, task: ParityTask, sampling: Sampling, n: in
     stats = rollout.stats()
     # The engine reports log-probs of a greedy response at temperature 1 (see Completion).
     temperature = sampling.temperature or 1.0
-    batch = join(questions, answers).with_rows(uid=torch.tensor([prompt.uid for prompt in prompts]))
+    batch = join_responses(questions, answers).with_rows(uid=torch.tensor([prompt.uid for prompt in prompts]))
     return Generated(
         batch=batch.with_meta({"temperature": temperature}),
         limit=sampling.max_tokens,
@@ -130,7 +130,7 @@ def judged(actor: RemoteModel, generated: Generated) -> Timed:
         return values[written].numpy()
 
     found = {name: column(own.tokens[name].double()) for name in OUTPUTS}
-    answers = EngineAnswers(
+    answers = EngineResponses(
         uids=batch.rows["uid"].numpy(),
         lengths=(batch.lengths - batch.rows["prompt_length"]).numpy(),
         limit=generated.limit,

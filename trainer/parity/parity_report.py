@@ -11,7 +11,7 @@ import yaml
 from rich.table import Table
 
 from configs.schema.common import Dtype
-from trainer.parity.agreement import Agreement, Divergence, EngineAnswers, Heads, common_prefix
+from trainer.parity.agreement import Agreement, Divergence, EngineResponses, Heads, common_prefix
 from trainer.parity.bounds import Engine, Pass
 from trainer.parity.measure import Measured
 from trainer.report.charts import Chart, Curve, draw
@@ -88,11 +88,11 @@ def _of_passes(passes: list[Pass], first: str) -> Iterator[ReportLine]:
     yield ReportLine("  special tokens inside", [f"{p.ends.special}" for p in passes])
     yield ReportLine("length: mean (10, 50, 90 %)", [_length(p) for p in passes])
     yield ReportLine("tokens a second", [f"{p.tokens_per_second:,.0f}" for p in passes])
-    yield ReportLine("prompt tokens from a cache", ["not told" if p.cached is None else f"{p.cached:.1%}" for p in passes])
+    yield ReportLine("prompt tokens from a cache", ["not reported" if p.cached is None else f"{p.cached:.1%}" for p in passes])
 
 
-def _or_dash(agreement: Agreement | None, said: Any) -> str:
-    return "-" if agreement is None else said(agreement)
+def _or_dash(agreement: Agreement | None, render: Any) -> str:
+    return "-" if agreement is None else render(agreement)
 
 
 def _length(answers: Pass) -> str:
@@ -170,14 +170,14 @@ Points = tuple[list[float], list[float]]
 """x and y of a curve."""
 
 
-def by_share(answers: EngineAnswers) -> Points:
+def by_share(answers: EngineResponses) -> Points:
     """Quantile curve: the log10 difference that 0, 1, ..., 100 % of the tokens do not exceed."""
     at = np.arange(101.0)
     values = np.quantile(np.abs(answers.log_probs - answers.trainer_log_probs), at / 100)
     return at.tolist(), np.log10(np.maximum(values, SMALLEST)).tolist()
 
 
-def by_position(answers: EngineAnswers) -> Points:
+def by_position(answers: EngineResponses) -> Points:
     """log10 of the mean absolute difference at each position of the response."""
     positions = answers.positions
     totals = np.bincount(positions, weights=np.abs(answers.log_probs - answers.trainer_log_probs))
@@ -185,7 +185,7 @@ def by_position(answers: EngineAnswers) -> Points:
     return np.arange(float(len(means))).tolist(), np.log10(np.maximum(means, SMALLEST)).tolist()
 
 
-def survival(reference: EngineAnswers, own: EngineAnswers) -> Points:
+def survival(reference: EngineResponses, own: EngineResponses) -> Points:
     """Share of response pairs that are identical up to each position; pairs identical to their end count at every position."""
     pairs = list(zip(reference.split(reference.token_ids), own.split(own.token_ids), strict=True))
     same = np.array([common_prefix(first, second) for first, second in pairs])

@@ -21,7 +21,7 @@ from trainer.parity.bounds import Engine, Pass, broken, coarser, margin
 from trainer.parity.measure import Measured, ParityTask, Timed, measure
 from trainer.parity.parity_report import Parity, page, table
 from trainer.rollout.rollout_builder import rollout_spec, sampling
-from trainer.run.errors import Found
+from trainer.run.errors import CheckFailed
 from trainer.run.run_dir import redact, write_atomic
 from trainer.tracking.formatting import table_console
 from trainer.tracking.tracker import environment
@@ -35,7 +35,7 @@ JSON, PAGE = "parity.json", "parity.html"
 def run(config: ParityConfig, notices: Sequence[str]) -> None:
     """Measure the engines one after the other, each in its own workers, and report. notices: warnings about the configuration.
 
-    Raises Found with a line for each exceeded bound.
+    Raises CheckFailed with a line for each exceeded bound.
     """
     for engine in config.engines:
         check_installed(engine)
@@ -138,14 +138,14 @@ def heads_of(tokenizer: PreTrainedTokenizerBase, prompts: PromptDataset, prompt_
 
 
 def report(config: ParityConfig, parity: Parity, measured: Mapping[str, Measured], directory: Path) -> None:
-    """Write JSON and page, print the table. Raises Found if a bound is exceeded."""
-    told = redact(asdict(config))
+    """Write JSON and page, print the table. Raises CheckFailed if a bound is exceeded."""
+    plain_config = redact(asdict(config))
     versions = environment()
-    found = asdict(parity) | {"config": told, "environment": versions}
+    found = asdict(parity) | {"config": plain_config, "environment": versions}
     write_atomic(directory / JSON, json.dumps(found, indent=1, ensure_ascii=False) + "\n")
-    write_atomic(directory / PAGE, page(parity, measured, told, versions))
+    write_atomic(directory / PAGE, page(parity, measured, plain_config, versions))
     table_console().print(table(parity))
     print(f"report: {directory / PAGE}")
     print(f"figures: {directory / JSON}")
     if parity.broken:
-        raise Found("\n".join(parity.broken))
+        raise CheckFailed("\n".join(parity.broken))

@@ -18,12 +18,12 @@ from configs.validation.batches import cuts, name_of, roles_of
 from configs.validation.parallel import data_parallel_size
 from configs.validation.placement import placement_of
 from configs.validation.rollout import world_size
-from trainer.checkpoint.resume import Checkpoint, check_config, whole_checkpoint
+from trainer.checkpoint.resume import Checkpoint, check_config, complete_checkpoint
 from trainer.planner.memory_estimate import Use, estimate, memory_roles, shape_of
 from trainer.planner.memory_model import Shape
 from trainer.ppo.ppo_builder import Assembly, check_engines, reader, wants_critic
 from trainer.resilience.alarms import NO_END_TOKEN
-from trainer.resilience.restart import Lifetime
+from trainer.resilience.restart import RunLifecycle
 from trainer.rewards.models.reward_builder import engine_model, head_of, own_conversations
 from trainer.rewards.pool.worker import resolve
 from trainer.rewards.rules.reward_registry import with_own_function
@@ -37,7 +37,7 @@ from workers.host_memory import GB, host_memory
 from workers.roles.rollout_engines import check_installed
 from workers.rollout.base import Sampling
 
-BESIDE = "config_dry_run.yaml"
+DRY_RUN_CONFIG = "config_dry_run.yaml"
 """File name for the configuration if the run directory already contains a run, whose config.yaml is kept."""
 
 
@@ -48,25 +48,25 @@ def dry_run(config: PPOConfig) -> None:
     check_installed(config.actor_rollout_ref.rollout.name)
     check_engines(config)
     place = placement_of(config, has_critic=wants_critic(config))
-    life = Lifetime(config.trainer, Path(config.trainer.default_local_dir))
-    resume = would_resume(config, life.run_dir)
+    lifecycle = RunLifecycle(config.trainer, Path(config.trainer.default_local_dir))
+    resume = would_resume(config, lifecycle.run_dir)
     # Without worker groups: the assembly reads and checks the data, and computes steps and updates, but builds no model.
-    parts = Assembly(config, place, {}, life, reader(config))
+    parts = Assembly(config, place, {}, lifecycle, reader(config))
     announce(parts.rate_changes(resume))
     check_rewards(config, parts)
     models = measured(config)
     lines = [*model_lines(models), *work_lines(parts), *place_lines(config, place)]
-    lines += [*written_lines(config, life.run_dir, resume, staged_bytes(config, place, models))]
+    lines += [*written_lines(config, lifecycle.run_dir, resume, staged_bytes(config, place, models))]
     lines += [*memory_lines(config, place, models)]
     wrong = list(doubts(config, place, models, parts.sampling()))
     print("\n".join([*lines, *wrong]))
-    print(f"{'' if wrong else 'fine, '}nothing was started; the configuration: {write(config, life.run_dir)}")
+    print(f"{'' if wrong else 'fine, '}nothing was started; the configuration: {write(config, lifecycle.run_dir)}")
 
 
 def would_resume(config: PPOConfig, run_dir: Path) -> Checkpoint | None:
     """The local checkpoint that the run would resume from, None if it starts anew. Raises ValueError if it cannot be used."""
     trainer = config.trainer
-    found = whole_checkpoint(trainer.resume_mode, trainer.resume_from_path, run_dir)
+    found = complete_checkpoint(trainer.resume_mode, trainer.resume_from_path, run_dir)
     if found is not None:
         announce(f"would be resumed with another {change}" for change in check_config(found.manifest.config, asdict(config)))
     return found
@@ -115,10 +115,10 @@ def measured(config: PPOConfig) -> dict[str, MeasuredModel]:
         body = empty_model(model, about, head, DTYPES["bfloat16"])
         parameters = sum(parameter.numel() for parameter in body.parameters())
         kind = f"{about.model_type}, {model.path}{'; a LoRA adapter alone is trained' if model.has_adapter else ''}"
-        told = about.get_text_config().to_dict()
+        settings = about.get_text_config().to_dict()
         # With a scaling factor, max_position_embeddings is not the limit of the scaled model.
-        stretched = "factor" in (told.get("rope_parameters") or {})
-        positions = None if stretched else told.get("max_position_embeddings")
+        stretched = "factor" in (settings.get("rope_parameters") or {})
+        positions = None if stretched else settings.get("max_position_embeddings")
         found[key] = MeasuredModel(kind, parameters, positions, shape_of(about, parameters))
     return found
 
@@ -179,11 +179,11 @@ def written_lines(config: PPOConfig, run_dir: Path, resume: Checkpoint | None, s
     trainer = config.trainer
     yield f"what is written, into {run_dir}"
     if resume is not None:
-        yield f"  goes on from step {resume.step}: {resume.path}"
+        yield f"  resumes from step {resume.step}: {resume.path}"
     elif trainer.resume_mode == "auto" and trainer.checkpoint.remote_dir is not None:
-        yield f"  goes on from the newest whole checkpoint of {trainer.checkpoint.remote_dir}, or starts anew"
+        yield f"  resumes from the newest whole checkpoint of {trainer.checkpoint.remote_dir}, or starts anew"
     elif trainer.resume_mode == "resume_path":
-        yield f"  goes on from {trainer.resume_from_path}, which is fetched first"
+        yield f"  resumes from {trainer.resume_from_path}, which is fetched first"
     else:
         yield "  starts anew"
     yield f"  each step: metrics.jsonl{''.join(f', {name}' for name in trainer.logger)}, report.html"
@@ -246,7 +246,7 @@ def room_of(config: PPOConfig, place: Placement) -> float | None:
 
 
 def of_gpu(use: Use) -> str:
-    return f"{use.share:g} of the GPU, and what rests beside it" if use.bytes is None else f"{use.bytes / GB:>8.3g} GB"
+    return f"{use.share:g} of the GPU, and what stays resident" if use.bytes is None else f"{use.bytes / GB:>8.3g} GB"
 
 
 def counted(count: int, what: str) -> str:
@@ -260,6 +260,6 @@ def in_millions(count: int) -> str:
 def write(config: PPOConfig, run_dir: Path) -> Path:
     """Write the configuration as the run would write it; returns the path."""
     run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-    name = BESIDE if (run_dir / METRICS).exists() else CONFIG
+    name = DRY_RUN_CONFIG if (run_dir / METRICS).exists() else CONFIG
     write_config(run_dir, asdict(config), name)
     return run_dir / name

@@ -190,14 +190,14 @@ def shape_of(config: PretrainedConfig, parameters: int) -> Shape | None:
 
     parameters: actual number of parameters, compared with the shape's own count within 2 %.
     """
-    told = config.get_text_config().to_dict()
+    settings = config.get_text_config().to_dict()
     names = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
-    if not all(isinstance(told.get(name), int) for name in names):
+    if not all(isinstance(settings.get(name), int) for name in names):
         return None
-    told |= {"num_key_value_heads": told.get("num_key_value_heads") or told["num_attention_heads"]}
-    told |= {"head_dim": told.get("head_dim") or told["hidden_size"] // told["num_attention_heads"]}
+    settings |= {"num_key_value_heads": settings.get("num_key_value_heads") or settings["num_attention_heads"]}
+    settings |= {"head_dim": settings.get("head_dim") or settings["hidden_size"] // settings["num_attention_heads"]}
     # Tied or untied is decided by the parameters themselves: the variant with the nearer count is used.
-    shapes = [Shape.of(told | {"tie_word_embeddings": tied}) for tied in (False, True)]
+    shapes = [Shape.of(settings | {"tie_word_embeddings": tied}) for tied in (False, True)]
     nearest = min(shapes, key=lambda shape: abs(shape.parameters - parameters))
     return nearest if abs(nearest.parameters - parameters) < 0.02 * parameters else None
 

@@ -12,7 +12,7 @@ from configs.schema.ppo import AlgorithmConfig
 from trainer.algorithms.advantages import AdvantageInputs
 from workers.batch import Batch
 
-LOOKED = (
+COMPUTED_COLUMNS = (
     "old_log_probs", "old_all_log_probs", "sum_pi_squared", "ref_log_probs", "ref_all_log_probs", "values", "last_value",
 )  # fmt: skip
 """Columns computed by forward passes over the responses; absent from a batch as it was generated and scored."""
@@ -55,13 +55,17 @@ def named_rewards(extras: Sequence[Mapping[str, float]], names: Sequence[str]) -
     for name in names:
         silent = next((extra for extra in extras if name not in extra), None)
         if silent is not None:
-            told = ", ".join(silent) or "nothing"
-            raise ValueError(f"algorithm.gdpo_reward_keys: the reward function told no {name} of an answer; it told {told}")
+            names_found = ", ".join(silent) or "nothing"
+            raise ValueError(
+                f"algorithm.gdpo_reward_keys: the reward function reports no {name} for a response; it reports {names_found}"
+            )
     return {name: torch.tensor([extra[name] for extra in extras], dtype=torch.float32) for name in names}
 
 
-def as_drawn(batch: Batch) -> Batch:
+def sampled_columns(batch: Batch) -> Batch:
     """The batch as it was generated and scored, without the columns of forward passes."""
     # Overlapped scoring adds those columns before the batch is dumped; a replay computes them again.
-    tokens = {name: column for name, column in batch.tokens.items() if name not in LOOKED}
-    return replace(batch, tokens=tokens, rows={name: column for name, column in batch.rows.items() if name not in LOOKED})
+    tokens = {name: column for name, column in batch.tokens.items() if name not in COMPUTED_COLUMNS}
+    return replace(
+        batch, tokens=tokens, rows={name: column for name, column in batch.rows.items() if name not in COMPUTED_COLUMNS}
+    )

@@ -29,18 +29,18 @@ from trainer.cluster.watchdog import LeftUndone
 from trainer.data.dataset import PromptStream
 from trainer.data.ptx_stream import PtxStream
 from trainer.harness import Trainer
-from trainer.ppo.batch_columns import advantage_inputs, as_drawn, renamed
+from trainer.ppo.batch_columns import advantage_inputs, renamed, sampled_columns
 from trainer.ppo.update import UpdateSpec, update
 from trainer.resilience.alarms import Alarm
 from trainer.resilience.rollback import Rollbacks
 from trainer.rewards.models.local_model import LocalModel
-from trainer.rollout.sampler import Judged, Source
+from trainer.rollout.sampler import Sampler, ScoredResponses
 from trainer.rollout.validation import Validation
-from trainer.run.errors import Found
+from trainer.run.errors import CheckFailed
 from trainer.run.run_dir import START, write_atomic
 from trainer.run.timing import Start, sentence
 from trainer.tracking.metrics import data_metrics, peak_flops, performance_metrics, reward_metrics
-from trainer.tracking.token_dump import AnswerLog
+from trainer.tracking.token_dump import ResponseLog
 from workers.batch import Batch
 from workers.controller.logs import tell
 from workers.controller.rpc import worker_call
@@ -61,7 +61,7 @@ class Loop:
     together: Together
     start: Start
     prompts: PromptStream
-    source: Source
+    sampler: Sampler
     actor: RemoteModel
     ref: RemoteModel | BaseModel | None
     critic: RemoteModel | None
@@ -70,14 +70,14 @@ class Loop:
     kl: KLController
     returns: RunningMoments
     validation: Validation
-    answers: AnswerLog
+    response_log: ResponseLog
 
     def fit(self) -> None:
         """Run all remaining steps."""
         self.begin()
         for step in self.trainer.steps():
             with self.trainer.phases("step"):
-                batch = self.collect(step)  # generated and scored responses
+                batch = self.next_batch(step)  # generated and scored responses
                 # Not completed, hence not counted: steps() ends with a checkpoint of the step before.
                 if batch is None:
                     continue
@@ -87,7 +87,7 @@ class Loop:
                 batch |= self.advantages(batch)
                 batch |= self.loss_mask(batch)
                 # Before the update: it may run a forward pass with the weights that generated the responses.
-                self.answers.keep(step, batch, self.actor)
+                self.response_log.record(step, batch, self.actor)
                 self.update(step, batch)
                 self.sync_weights(step)
             self.after(step, batch)
@@ -118,12 +118,12 @@ class Loop:
         asking = worker_call(Worker.start_times)
         asked = (trainer.watchdog.call(group, "ask", "times of the start", asking) for group in groups)
         seconds = self.start.seconds([times for of_group in asked for times in of_group])
-        path = trainer.life.run_dir / START
+        path = trainer.lifecycle.run_dir / START
         path.parent.mkdir(exist_ok=True)
         write_atomic(path, json.dumps({name: round(spent, 3) for name, spent in seconds.items()}))
         tell(f"start: {sentence(seconds)}")
 
-    def collect(self, step: int) -> Batch | None:
+    def next_batch(self, step: int) -> Batch | None:
         """Generate and score the step's batch: one round of prompts, or several with algorithm.filter_groups.
 
         Returns None if the run was asked to stop while scoring takes too long; the state is then that of the previous step.
@@ -136,19 +136,19 @@ class Loop:
         before = {name: part.state() for name, part in parts.items()}
         overlap = self.score_overlapped if self.scoring_overlaps else None
         try:
-            batch = self.source.collect(step, self.prompts, trainer.phases, overlap)
+            batch = self.sampler.next_batch(step, self.prompts, trainer.phases, overlap)
         except LeftUndone:
             for name, state in before.items():
                 parts[name].load(state)
             trainer.events.add(trainer.step, "left", f"step {step}: a signal to stop, and the rewards did not come")
             return None
         started_from = self.config.actor_rollout_ref.model.path if trainer.resume is None else str(trainer.resume.path)
-        trainer.tracker.log_rollouts(as_drawn(batch), step, started_from, self.source.left_out)
+        trainer.tracker.log_rollouts(sampled_columns(batch), step, started_from, self.sampler.left_out)
         return batch
 
     @property
     def rollbacks(self) -> Rollbacks:
-        return self.source.rollbacks
+        return self.sampler.rollbacks
 
     @property
     def scoring_overlaps(self) -> bool:
@@ -156,8 +156,8 @@ class Loop:
 
         True if all reward models run locally in a pool without the actor, and no response is dropped because of its score.
         """
-        scorers = self.source.models
-        if scorers is None or scorers.group is self.actor.group or self.source.chooses:
+        scorers = self.sampler.models
+        if scorers is None or scorers.group is self.actor.group or self.sampler.selects_groups:
             return False
         # Servers are excluded: Watchdog.own, which limits their time, works in the main thread only; Together uses threads.
         return all(isinstance(model.scorer, LocalModel) for model in scorers.models)
@@ -171,7 +171,7 @@ class Loop:
             return Batch(batch.lengths)
         return reduce(Batch.union, self.together(self.forwards(batch)).values())
 
-    def score_overlapped(self, batch: Batch, judge: Callable[[], Judged]) -> tuple[Judged, Batch]:
+    def score_overlapped(self, batch: Batch, judge: Callable[[], ScoredResponses]) -> tuple[ScoredResponses, Batch]:
         """Run ``judge`` concurrently with the forward passes; return its result and the columns of log_probs_and_values."""
         found = self.together({"reward": judge, **self.forwards(batch)})
         return found.pop("reward"), reduce(Batch.union, found.values())
@@ -279,7 +279,7 @@ class Loop:
             self.trainer.metrics |= metrics
         if self.critic is not None and self.config.critic.normalize_targets:
             # After the update: the values in this batch were rescaled with the previous moments, and targets must invert those.
-            self.returns.see(batch.tokens["returns"][batch.tokens["response_mask"].bool()])
+            self.returns.update(batch.tokens["returns"][batch.tokens["response_mask"].bool()])
 
     def learn(self, role: str, model: RemoteModel, batch: Batch, step: int) -> dict[str, float]:
         """Run the role's updates of the step and return its metrics. Records skipped updates and micro-batch back-off."""
@@ -287,7 +287,7 @@ class Loop:
         # A rollback repeats step numbers. The number of rollbacks enters the seed, so that random choices are not repeated.
         spec = replace(spec, seed=self.rollbacks.seed(spec.seed))
         with self.trainer.phases(f"update_{role}"):
-            metrics = update(model, batch, spec, step, partial(self.trainer.health.skips.see, role, step))
+            metrics = update(model, batch, spec, step, partial(self.trainer.health.skipped_updates.record, role, step))
         model.budget.tell(self.trainer.events, step)
         return under(role, metrics)
 
@@ -348,20 +348,20 @@ class Loop:
 
         The data streams keep their positions, so no prompt of the discarded steps is repeated. A run that is killed before its
         next checkpoint resumes from the one rolled back to, with no record of the rollback: it repeats the same steps, the same
-        alarm and the same rollback, bitwise. Raises Found if the run cannot be rolled back.
+        alarm and the same rollback, bitwise. Raises CheckFailed if the run cannot be rolled back.
         """
         trainer, most = self.trainer, self.config.alarms.max_rollbacks
         if self.rollbacks.count >= most:
-            raise Found(
+            raise CheckFailed(
                 f"stopped at step {trainer.step}: an alarm asks for a rollback, alarms.max_rollbacks={most}: {alarm.text}"
             )
         # A checkpoint that is still being written in the background may be the newest healthy one.
-        trainer.saver.settle()
+        trainer.saver.finish_pending()
         groups = {role: model.group for role, model in trainer.models.items()}
         check = partial(check_weights, groups=groups, watchdog=trainer.watchdog)
-        checkpoint = find_up_to(trainer.life.run_dir, alarm.healthy_until, check)
+        checkpoint = find_up_to(trainer.lifecycle.run_dir, alarm.healthy_until, check)
         if checkpoint is None:
-            raise Found(
+            raise CheckFailed(
                 f"stopped at step {trainer.step}: an alarm asks for a rollback, and there is no checkpoint of step "
                 f"{max(alarm.healthy_until, 0)} or before (trainer.save_freq, trainer.max_actor_ckpt_to_keep): {alarm.text}"
             )

@@ -37,7 +37,7 @@ from trainer.data.ptx_stream import ptx_stream
 from trainer.ppo.loop import Loop, has_old_log_probs, old_log_probs_come_from_update
 from trainer.ppo.update import UpdateSpec
 from trainer.resilience.alarms import END_TOKENS, ppo_alarms
-from trainer.resilience.restart import Lifetime
+from trainer.resilience.restart import RunLifecycle
 from trainer.resilience.rollback import Rollbacks
 from trainer.rewards.models.reward_builder import check_reward_models, start_reward_models
 from trainer.rewards.models.reward_models import RewardModels
@@ -46,12 +46,12 @@ from trainer.rewards.rules.reward_registry import check_data_sources
 from trainer.rewards.scoring import Failures, Rewards
 from trainer.rewards.shaping import Shaping
 from trainer.rollout.rollout_builder import end_tokens, rollout_spec, sampling, validation_sampling
-from trainer.rollout.sampler import Source
+from trainer.rollout.sampler import Sampler
 from trainer.rollout.validation import Validation
 from trainer.run.events import Events
 from trainer.run.logger import Logger
 from trainer.run.timing import Start
-from trainer.tracking.token_dump import AnswerLog
+from trainer.tracking.token_dump import ResponseLog
 from trainer.tracking.tracker import Tracker, check_loggers
 from workers.controller.group import WorkerGroup
 from workers.controller.logs import announce
@@ -72,19 +72,19 @@ ACTOR_LOSS, ACTOR_AND_PTX_LOSS = (
 def run(config: PPOConfig, notices: Sequence[str], loggers: Sequence[Logger] = ()) -> None:
     """Train, and write the final report. notices: warnings about the configuration. loggers: in addition to trainer.logger."""
     check_installed(config.actor_rollout_ref.rollout.name)
-    harness.run(config, lambda life: attempt(config, life), loggers)
+    harness.run(config, lambda lifecycle: attempt(config, lifecycle), loggers)
 
 
-def attempt(config: PPOConfig, life: Lifetime) -> None:
+def attempt(config: PPOConfig, lifecycle: RunLifecycle) -> None:
     """Run once, from the last checkpoint if there is one, in new worker processes; all of them have ended on return."""
-    resume = harness.resume_from(config, life)
-    with opened(Assembly, config, life, resume) as loop, life.stopping, loop.trainer.saver:
+    resume = harness.resume_from(config, lifecycle)
+    with opened(Assembly, config, lifecycle, resume) as loop, lifecycle.stopping, loop.trainer.saver:
         loop.fit()
-    life.stopping.check()
+    lifecycle.stopping.check()
 
 
 @contextmanager
-def opened(assembly: type[Assembly], config: PPOConfig, life: Lifetime, resume: Checkpoint | None) -> Iterator[Loop]:
+def opened(assembly: type[Assembly], config: PPOConfig, lifecycle: RunLifecycle, resume: Checkpoint | None) -> Iterator[Loop]:
     """Yield the loop; workers, scorers and loggers end with the block. resume: checkpoint to load, None for a new run."""
     start = Start()
     # Fills the page cache in the background while the checks run and processes start; workers then read weights from memory.
@@ -96,15 +96,15 @@ def opened(assembly: type[Assembly], config: PPOConfig, life: Lifetime, resume: 
     with ExitStack() as stack:
         rewards = stack.enter_context(open_rewards(config.reward))
         rewards.start()
-        backend = stack.enter_context(open_backend(config.trainer, config.ray_kwargs, config.timeouts, life.run_dir))
+        backend = stack.enter_context(open_backend(config.trainer, config.ray_kwargs, config.timeouts, lifecycle.run_dir))
         start.ended("backend")
         place = placement_of(config, has_critic=wants_critic(config))
         workers = start_pools(backend, config.trainer, place, config.timeouts, engine=config.actor_rollout_ref.rollout.name)
-        parts = assembly(config, place, workers, life, tokenizer)
+        parts = assembly(config, place, workers, lifecycle, tokenizer)
         rewards.wait_ready()
         tracker = harness.open_tracker(
             config,
-            life,
+            lifecycle,
             resume,
             workers,
             parts.watchdog,
@@ -117,7 +117,7 @@ def opened(assembly: type[Assembly], config: PPOConfig, life: Lifetime, resume: 
         start.ended("data")
         loop = parts.loop(rewards, resume, tracker, start)
         # Only now does the run directory belong to this run: an earlier failure leaves no status and no report in it.
-        life.started = True
+        lifecycle.started = True
         yield loop
 
 
@@ -157,18 +157,23 @@ def wants_critic(config: PPOConfig) -> bool:
 class Assembly:
     """Builds the parts of a loop, each from its part of the configuration.
 
-    place: pool of each role. hosts: worker group of each role. Subclasses replace parts (trainer/ppo/replay.py); a dry run
+    place: pool of each role. workers: worker group of each role. Subclasses replace parts (trainer/ppo/replay.py); a dry run
     builds no models and passes no worker groups.
     """
 
     def __init__(
-        self, config: PPOConfig, place: Placement, workers: Mapping[str, WorkerGroup], life: Lifetime, tokenizer: Tokenizer
+        self,
+        config: PPOConfig,
+        place: Placement,
+        workers: Mapping[str, WorkerGroup],
+        lifecycle: RunLifecycle,
+        tokenizer: Tokenizer,
     ) -> None:
         self.config = config
         self.place = place
         self.workers = workers
-        self.life = life
-        self.watchdog = Watchdog(asdict(config.timeouts), life.run_dir)
+        self.lifecycle = lifecycle
+        self.watchdog = Watchdog(asdict(config.timeouts), lifecycle.run_dir)
         self.tokenizer = tokenizer
         self.phases = phases_of(place)
         # {key of a role and prefix of its keys: limits}, such as critic.forward_.
@@ -198,7 +203,7 @@ class Assembly:
         # After the models: the engine is created next to the actor, or connects to the pool that has it.
         rollout = self.rollout()
         start.ended("engine")
-        source = Source(
+        sampler = Sampler(
             rollout,
             rewards,
             self.tokenizer,
@@ -213,16 +218,16 @@ class Assembly:
             shaping=Shaping(config.reward.shaping, RunningMoments()),
             models=self.reward_models(),
             rollbacks=Rollbacks(),
-            failures=Failures(Events(self.life.run_dir)),
+            failures=Failures(Events(self.lifecycle.run_dir)),
         )
         start.ended("rewards")
         self.phases.progress["reward"] = lambda: rewards.progress
         # A signal to stop shortens the time limit of scoring that is under way.
-        self.life.stopping.hurry = self.watchdog.hurry
+        self.lifecycle.stopping.hurry = self.watchdog.hurry
         prompts, kl, returns = self.stream(), KLController.start(config.algorithm.kl_ctrl), RunningMoments()
         trainer = harness.build_trainer(
             config,
-            self.life,
+            self.lifecycle,
             groups=self.workers.values(),
             n_gpus=self.place.n_gpus,
             tokenizer=self.tokenizer,
@@ -240,9 +245,9 @@ class Assembly:
                 "returns": returns,
                 "data": prompts,
                 **({} if self.ptx is None else {"ptx": self.ptx}),
-                "reward": source.shaping.running,
-                **({} if source.models is None else {"reward_models": source.models}),
-                "rollbacks": source.rollbacks,
+                "reward": sampler.shaping.running,
+                **({} if sampler.models is None else {"reward_models": sampler.models}),
+                "rollbacks": sampler.rollbacks,
             },
         )
         # Step 0, before anything is generated: without a stop token no response can terminate.
@@ -255,7 +260,7 @@ class Assembly:
             together=together,
             start=start,
             prompts=prompts,
-            source=source,
+            sampler=sampler,
             actor=actor,
             ref=ref,
             critic=critic,
@@ -265,14 +270,16 @@ class Assembly:
             returns=returns,
             validation=Validation(
                 self.held_out,
-                source,
+                sampler,
                 tracker,
                 n=val.n,
                 sampling=validation_sampling(self.sampling(), val),
                 batch_size=config.data.val_batch_size,
             ),
             # Without old log-probs in the batch, the log runs a forward pass over the few responses that it keeps.
-            answers=AnswerLog(self.life.run_dir, self.tokenizer, self.total_steps, forwards=not has_old_log_probs(config)),
+            response_log=ResponseLog(
+                self.lifecycle.run_dir, self.tokenizer, self.total_steps, forwards=not has_old_log_probs(config)
+            ),
         )
 
     @property
@@ -341,13 +348,13 @@ class Assembly:
             loss=loss,
             ema_decay=config.ema_decay if isinstance(config, ActorConfig) else None,
             limits=self.limits[key],
-            budget=self.life.budget(role),
+            budget=self.lifecycle.budget(role),
             steps=self.total_steps,
             updates=update.updates_a_step(self.config.data.train_batch_size),
         )
 
     def actor_loss(self) -> ActorLossConfig:
-        return ActorLossConfig.of(self.config, own_old_log_probs=old_log_probs_come_from_update(self.config))
+        return ActorLossConfig.of(self.config, old_log_probs_from_update=old_log_probs_come_from_update(self.config))
 
     def actor_update(self) -> UpdateSpec:
         # The workers build their own copy of the loss; this one only reports which columns it reads and prepares.
@@ -356,7 +363,7 @@ class Assembly:
             "actor",
             self.config.actor_rollout_ref.actor,
             columns=loss.columns if self.ptx is None else (*loss.columns, "ptx"),
-            prepare=loss.prepare if loss.wants_preparation else None,
+            prepare=loss.prepare if loss.needs_preparation else None,
             extend=self.ptx.extend if self.ptx is not None else None,
         )
 
@@ -384,7 +391,7 @@ class Assembly:
 
     def rollout(self) -> RemoteRollout:
         models = self.config.actor_rollout_ref
-        spec = rollout_spec(models.model, models.rollout, self.config.data, self.config.trainer.device, self.life.run_dir)
+        spec = rollout_spec(models.model, models.rollout, self.config.data, self.config.trainer.device, self.lifecycle.run_dir)
         return RemoteRollout(self.workers["rollout"], spec, "actor", self.watchdog, trainers=self.workers["actor"])
 
     def sampling(self) -> Sampling:

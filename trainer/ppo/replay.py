@@ -22,14 +22,14 @@ from trainer.data.dataset import PromptStream
 from trainer.ppo.loop import Loop
 from trainer.ppo.ppo_builder import Assembly, opened
 from trainer.ppo.replay_diff import MOST_LINES, Difference, compare_answers, compare_metrics, replayed, table
-from trainer.resilience.restart import Lifetime
-from trainer.rollout.sampler import Overlap, Source
-from trainer.run.errors import Found
+from trainer.resilience.restart import RunLifecycle
+from trainer.rollout.sampler import Overlap, Sampler
+from trainer.run.errors import CheckFailed
 from trainer.run.run_dir import GLOBAL_STEP, METRICS, checkpoint_dir, checkpoint_steps, read_metrics
 from trainer.run.timing import Phases
 from trainer.tracking.batch_file import load_batch
 from trainer.tracking.formatting import table_console
-from trainer.tracking.token_dump import AnswerLog
+from trainer.tracking.token_dump import ResponseLog
 from workers.batch import Batch
 from workers.controller.logs import announce
 from workers.metric import Metrics
@@ -41,7 +41,7 @@ OWN_KEYS = ("trainer.replay.", "trainer.resume_")  # of the replay itself: they 
 def replay(config: PPOConfig) -> None:
     """Replay the step that trainer.replay names, in ``<run directory>/replay_<mode>_<step>``; the run's files are not changed.
 
-    Raises Found, with a line for each difference beyond the bound, and ValueError if dump, weights or metrics are missing.
+    Raises CheckFailed, with a line for each difference beyond the bound, and ValueError if dump, weights or metrics are missing.
     """
     asked = config.trainer.replay
     assert asked.mode is not None and asked.path is not None, "see configs.validation.programs"
@@ -60,21 +60,21 @@ def repeat(config: PPOConfig, batch: Batch, facts: Mapping[str, Any], directory:
     asked, step = config.trainer.replay, int(facts["step"])
     weights = weights_before(step, facts, config, directory)
     one_step = of_one_step(config, directory)
-    life = Lifetime(one_step.trainer, directory)
+    lifecycle = RunLifecycle(one_step.trainer, directory)
     if asked.mode == "rollout":
         check_installed(config.actor_rollout_ref.rollout.name)
-        with opened(RolloutAgain, one_step, life, weights) as loop:
-            again = draw_again(loop, step)
+        with opened(RolloutReplay, one_step, lifecycle, weights) as loop:
+            again = replay_rollout(loop, step)
         found = compare_answers(batch, again, asked.bound)
         found += compare_metrics(batch.meta["metrics"], again.meta["metrics"], asked.bound)
         compared = f"{len(batch)} answers, {batch.total_tokens:,} tokens"
     else:
         logged = logged_metrics(Path(config.trainer.default_local_dir), step)
-        with opened(TrainAgain, one_step, life, weights) as loop, life.stopping:
-            metrics = train_again(loop, batch, step)
+        with opened(TrainingReplay, one_step, lifecycle, weights) as loop, lifecycle.stopping:
+            metrics = replay_training(loop, batch, step)
         found = compare_metrics(replayed(logged), replayed(metrics), asked.bound)
         compared = f"{len(replayed(logged))} metrics of {len(batch)} answers"
-    tell(f"{asked.mode} of step {step} again: {compared}", found, asked.bound)
+    report_differences(f"{asked.mode} of step {step} again: {compared}", found, asked.bound)
 
 
 def dump_file(path: str) -> Path:
@@ -133,22 +133,22 @@ def of_one_step(config: PPOConfig, directory: Path) -> PPOConfig:
     return replace(config, trainer=trainer, alarms=replace(config.alarms, **quiet))
 
 
-class RolloutAgain(Assembly):
+class RolloutReplay(Assembly):
     """Loop parts for mode=rollout: actor and rollout engine, without reference and critic."""
 
     wants_ref = False
     wants_critic = False
 
 
-def draw_again(loop: Loop, step: int) -> Batch:
+def replay_rollout(loop: Loop, step: int) -> Batch:
     """Sample the step again, including groups that algorithm.filter_groups drops; return the batch that is kept."""
     loop.begin()
-    batch = loop.collect(step)
+    batch = loop.next_batch(step)
     assert batch is not None, "only a run that listens to signals leaves a step"
     return batch
 
 
-class TrainAgain(Assembly):
+class TrainingReplay(Assembly):
     """Loop parts for mode=train: all but rollout engine and reward models."""
 
     def reward_models(self) -> None:
@@ -158,21 +158,21 @@ class TrainAgain(Assembly):
         return NoRollout()
 
 
-def train_again(loop: Loop, batch: Batch, step: int) -> dict[str, float]:
+def replay_training(loop: Loop, batch: Batch, step: int) -> dict[str, float]:
     """Run the step on the recorded batch; return its metrics."""
-    loop.source, loop.answers = Recorded(batch, loop.source), NothingKept()
+    loop.sampler, loop.response_log = RecordedSampler(batch, loop.sampler), NoResponseLog()
     loop.trainer.total_steps = step
     loop.fit()
     return loop.trainer.metrics
 
 
-class NothingKept(AnswerLog):
-    """AnswerLog that writes nothing: the dump has no prompt texts, and the run has already logged its responses."""
+class NoResponseLog(ResponseLog):
+    """ResponseLog that writes nothing: the dump has no prompt texts, and the run has already logged its responses."""
 
     def __init__(self) -> None:
         pass
 
-    def keep(self, step: int, batch: Batch, actor: RemoteModel) -> None:
+    def record(self, step: int, batch: Batch, actor: RemoteModel) -> None:
         pass
 
 
@@ -186,17 +186,17 @@ class NoRollout(RemoteRollout):
         return {}
 
 
-class Recorded(Source):
+class RecordedSampler(Sampler):
     """Returns a recorded batch instead of sampling."""
 
-    def __init__(self, batch: Batch, source: Source) -> None:
-        """source: the sampler that is replaced. Its rollbacks, restored from a checkpoint, enter the seeds of updates."""
+    def __init__(self, batch: Batch, sampler: Sampler) -> None:
+        """sampler: the sampler that is replaced. Its rollbacks, restored from a checkpoint, enter the seeds of updates."""
         self.batch = batch
-        self.rollbacks = source.rollbacks
+        self.rollbacks = sampler.rollbacks
         self.models = None
         self.left_out = []
 
-    def collect(self, step: int, prompts: PromptStream, phases: Phases, overlap: Overlap | None = None) -> Batch:
+    def next_batch(self, step: int, prompts: PromptStream, phases: Phases, overlap: Overlap | None = None) -> Batch:
         return self.batch
 
 
@@ -208,8 +208,8 @@ def logged_metrics(run_dir: Path, step: int) -> dict[str, float]:
     return logged[step]
 
 
-def tell(title: str, found: list[Difference], bound: float) -> None:
-    """Print the table of differences. Raises Found if one is beyond the bound."""
+def report_differences(title: str, found: list[Difference], bound: float) -> None:
+    """Print the table of differences. Raises CheckFailed if one is beyond the bound."""
     console = table_console()
     if found:
         console.print(table(title, found))
@@ -218,6 +218,6 @@ def tell(title: str, found: list[Difference], bound: float) -> None:
     beyond = [difference for difference in found if difference.beyond]
     if beyond:
         more = [f"and {len(beyond) - MOST_LINES} more"] if len(beyond) > MOST_LINES else []
-        raise Found("\n".join([*map(str, beyond[:MOST_LINES]), *more]))
+        raise CheckFailed("\n".join([*map(str, beyond[:MOST_LINES]), *more]))
     if found:
         console.print(f"within trainer.replay.bound={bound:g}")

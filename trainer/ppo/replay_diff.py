@@ -65,7 +65,7 @@ def compare_tokens(then: Batch, now: Batch, bound: float) -> list[Difference]:
     parted: list[tuple[int, int, float | None, float | None]] = []  # row, position, token then and now
     drifted: list[tuple[float, int, int, float, float]] = []  # |difference|, row, position, log-prob then and now
     columns = (batch.split_rows(name) for name in ("input_ids", "rollout_log_probs") for batch in (then, now))
-    for row, (ids_then, ids_now, said_then, said_now) in enumerate(zip(*columns, strict=True)):
+    for row, (ids_then, ids_now, log_probs_then, log_probs_now) in enumerate(zip(*columns, strict=True)):
         # Log-probs after the first different token have different prefixes and cannot be compared.
         shorter = min(len(ids_then), len(ids_now))
         unequal = (ids_then[:shorter] != ids_now[:shorter]).nonzero().flatten().tolist()
@@ -73,19 +73,19 @@ def compare_tokens(then: Batch, now: Batch, bound: float) -> list[Difference]:
         if unequal or len(ids_then) != len(ids_now):
             first, second = (float(ids[same]) if same < len(ids) else None for ids in (ids_then, ids_now))
             parted.append((row, same, first, second))
-        gaps = (said_then[:same].double() - said_now[:same].double()).abs()
+        gaps = (log_probs_then[:same].double() - log_probs_now[:same].double()).abs()
         if (gaps != 0).any():
             at = int(gaps.argmax())
-            drifted.append((float(gaps[at]), row, at, float(said_then[at]), float(said_now[at])))
+            drifted.append((float(gaps[at]), row, at, float(log_probs_then[at]), float(log_probs_now[at])))
     found = []
     if parted:
         row, position, first, second = parted[0]
         where = f"{len(parted)} of {len(then)} answers; the first: {name_of(then, row)}, token {position}"
         found.append(Difference("tokens", where, first, second, True))
     if drifted:
-        gap, row, position, said, says = max(drifted)
+        gap, row, position, value_then, value_now = max(drifted)
         where = f"{len(drifted)} of {len(then)} answers; the largest: {name_of(then, row)}, token {position}"
-        found.append(Difference("rollout_log_probs", where, said, says, not gap <= bound))
+        found.append(Difference("rollout_log_probs", where, value_then, value_now, not gap <= bound))
     return found
 
 

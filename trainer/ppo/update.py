@@ -58,17 +58,17 @@ def update(model: RemoteModel, batch: Batch, spec: UpdateSpec, step: int, watch:
         # A function of step and epoch: a resumed run shuffles as the interrupted one would have.
         seed = seed_of(spec.seed, "mini_batch", step, epoch) if spec.shuffle else None
         for index, rows in enumerate(mini_batches(uids, spec.groups, seed=seed)):
-            mini, told = batch if len(rows) == len(batch) else batch.select(rows), dict[str, float]()
+            mini, loss_metrics = batch if len(rows) == len(batch) else batch.select(rows), dict[str, float]()
             if spec.prepare is not None:
                 # The forward pass runs here, not before the epochs: earlier mini-batches have already changed the weights.
                 generator = torch.Generator().manual_seed(seed_of(spec.seed, "prepare", step, epoch, index))
-                mini, told = spec.prepare(mini | model.forward(mini, ["log_probs"]), generator)
+                mini, loss_metrics = spec.prepare(mini | model.forward(mini, ["log_probs"]), generator)
             # Over the global mini-batch, before it is split: gradients of micro-batches and ranks are summed, never averaged.
             # After prepare, which may reject tokens by changing response_mask.
             weights = token_weights(spec.agg_mode, mini.tokens["response_mask"], mini.lengths, spec.norm_length)
             mini = mini.with_tokens(loss_weight=weights)
             mini = mini if spec.extend is None else spec.extend(mini)
-            history.append(plain_numbers(model.train_step(mini, spec.columns)) | told)
+            history.append(plain_numbers(model.train_step(mini, spec.columns)) | loss_metrics)
             watch(mini, history[-1])
     applied = [metrics for metrics in history if not metrics["skipped_updates"]]
     return _means(applied or history) | {"skipped_updates": float(len(history) - len(applied))}

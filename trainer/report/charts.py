@@ -103,7 +103,7 @@ class Bar:
     y: float
     width: float
     label: int
-    told: str
+    tooltip: str
 
 
 @dataclass(frozen=True, slots=True)

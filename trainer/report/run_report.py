@@ -126,7 +126,7 @@ class Share:
 
 
 @dataclass(frozen=True, slots=True)
-class Answered:
+class ResponsePair:
     """Responses to a held-out prompt at the first validation and at the last one (None if there was only one)."""
 
     first: Sample
@@ -223,7 +223,7 @@ class GrowingReport:
             try:
                 write_report(self._run_dir)
             except Exception as error:  # the run matters more than its report: note the error once, then stop updating
-                tell(f"note: {self._run_dir / REPORT} is not written while the run goes on: {type(error).__name__}: {error}")
+                tell(f"note: {self._run_dir / REPORT} is not written during the run: {type(error).__name__}: {error}")
                 return
             if self._over.wait(max(SECONDS, (time.thread_time() - before) / SHARE)):
                 return
@@ -363,7 +363,7 @@ def workers_of(entries: Sequence[Mapping[str, Any]], colors: Mapping[str, int]) 
     return entry[GLOBAL_STEP], lanes(spans, {**colors, **calls_too})
 
 
-def answers_of(entries: Sequence[Mapping[str, Any]]) -> tuple[int, int, list[Answered]]:
+def answers_of(entries: Sequence[Mapping[str, Any]]) -> tuple[int, int, list[ResponsePair]]:
     """(first step with samples, last one, at most MOST_ANSWERS prompts that both have)."""
     if not entries:
         return 0, 0, []
@@ -372,7 +372,7 @@ def answers_of(entries: Sequence[Mapping[str, Any]]) -> tuple[int, int, list[Ans
     for entry in entries:
         by_step.setdefault(entry[GLOBAL_STEP], {})[entry["uid"]] = {**entry, "score": float(entry["score"])}
     last = by_step[last_step] if last_step != first_step else {}
-    pairs = [Answered(sample, last.get(uid)) for uid, sample in by_step[first_step].items()]
+    pairs = [ResponsePair(sample, last.get(uid)) for uid, sample in by_step[first_step].items()]
     return first_step, last_step, [pair for pair in pairs if pair.last is not None or not last][:MOST_ANSWERS]
 
 

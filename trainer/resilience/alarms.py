@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 from configs.schema.alarms import AlarmConfig, SFTAlarmsConfig
 from configs.schema.ppo import PPOConfig
-from trainer.run.errors import Found
+from trainer.run.errors import CheckFailed
 from trainer.run.events import Events
 
 WINDOW = 20
@@ -121,7 +121,7 @@ class Alarms:
         self.beyond: dict[str, int] = {}
         self.since: dict[str, int] = {}
 
-    def see(self, step: int, metrics: Metrics) -> list[Alarm]:
+    def evaluate(self, step: int, metrics: Metrics) -> list[Alarm]:
         """Evaluate all rules and return the alarms that fire at ``step``.
 
         A warning fires once, at the ``patience``-th consecutive step beyond the bound, and again only after the value has been
@@ -169,13 +169,13 @@ def is_beyond(value: float, bound: float | None, below: bool) -> bool:
 
 
 def react(alarms: Sequence[Alarm], events: Events, step: int) -> Alarm | None:
-    """Report all alarms as events and return the first that requests a rollback. Raises Found if one requests a stop."""
-    # All events first: Found ends the loop, and later alarms of this step would not be recorded.
+    """Report all alarms as events and return the first that requests a rollback. Raises CheckFailed if one requests a stop."""
+    # All events first: CheckFailed ends the loop, and later alarms of this step would not be recorded.
     for alarm in alarms:
         events.add(step, "alarm", alarm.text)
     for alarm in alarms:
         if alarm.action == "stop":
-            raise Found(f"stopped at step {step} by an alarm: {alarm.text}")
+            raise CheckFailed(f"stopped at step {step} by an alarm: {alarm.text}")
     return next((alarm for alarm in alarms if alarm.action == "rollback"), None)
 
 

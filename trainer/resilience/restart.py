@@ -1,7 +1,7 @@
 """Restart a run that lost a worker, an engine or a node: tear everything down, start again, resume from the last checkpoint.
 
 A worker that dies may leave the others waiting in a collective, so a single one is not replaced. The whole attempt is ended
-instead (workers, Ray, reward processes), and the same process starts the next one. ``Lifetime`` holds what must outlive an
+instead (workers, Ray, reward processes), and the same process starts the next one. ``RunLifecycle`` holds what must outlive an
 attempt, and decides after a failure whether another one makes sense:
 
 - Errors that the user has to fix, and errors of the controller itself, end the run.
@@ -25,21 +25,21 @@ from trainer.resilience.stopping import Stopping
 from trainer.run.errors import Stopped
 from trainer.run.events import Events
 from trainer.run.logger import Logger
-from trainer.run.run_dir import CONTROLLER_LOG, LATEST, checkpoint_steps, goes_on, write_atomic
+from trainer.run.run_dir import CONTROLLER_LOG, LATEST, checkpoint_steps, resume_hint, write_atomic
 from trainer.run.run_status import write_outcome
 from workers.controller.group import PhaseTimeout, WorkerError
 from workers.controller.logs import chatter_to, tell
 from workers.controller.stop import graceful_stop
 
-MOST_IN_VAIN = 2
+MAX_RESTARTS_WITHOUT_PROGRESS = 2
 """Maximum number of consecutive restarts that complete no new step."""
-LOST_AT_MOST = 2
+MAX_REPEATED_STEPS = 2
 """Maximum number of steps that an uncounted restart after out-of-memory may repeat if trainer.save_freq does not allow more."""
-MENDED_BY_USER = ("ValueError", "FileNotFoundError")
+USER_ERRORS = ("ValueError", "FileNotFoundError")
 """Exceptions of a worker that the user has to fix: another attempt would raise them again."""
 
 
-class Lifetime:
+class RunLifecycle:
     """State of a run that outlives its attempts.
 
     started: the run directory belongs to this run. restarted: this is not the first attempt. loggers: in addition to those of
@@ -55,7 +55,7 @@ class Lifetime:
         self.restarted = False
         self._budgets: dict[str, Budget] = {}
         self._restarts = 0
-        self._in_vain = 0
+        self._restarts_without_progress = 0
         self._reached: int | None = None  # the furthest step at the last failure
         self._resume: Checkpoint | None = None
         self._taken: Checkpoint | None = None  # the checkpoint of the current attempt
@@ -70,13 +70,13 @@ class Lifetime:
         A restarted run resumes from its own last checkpoint, whatever ``trainer.resume_mode`` says about earlier ones. Without a
         checkpoint of its own it starts again where the first attempt did.
         """
-        found = self._resume if self.restarted else self._asked_for()
+        found = self._resume if self.restarted else self._requested_checkpoint()
         if found is not None:
-            tell(f"note: goes on from {found.path}")
+            tell(f"note: resumes from {found.path}")
         self._taken = found
         return found
 
-    def damaged(self, damage: Damaged) -> None:
+    def handle_damage(self, damage: Damaged) -> None:
         """Select the previous checkpoint after an attempt whose workers found the weights of its checkpoint damaged.
 
         Raises ValueError if the user named the checkpoint, or if there is no other.
@@ -94,9 +94,9 @@ class Lifetime:
         # find_latest starts at this step, so the damaged checkpoint is not tried again.
         write_atomic(self.run_dir / LATEST, str(before[-1]))
         if self.restarted:
-            self._resume = self._found()
+            self._resume = self._newest_checkpoint()
 
-    def fell(self, error: Exception) -> None:
+    def handle_failure(self, error: Exception) -> None:
         """Prepare the next attempt after a failure. Raises ``error`` if there is none, Stopped if the run was to stop anyway.
 
         If memory ran out among several ranks, the next attempt has a smaller budget and is not counted. If it would repeat more
@@ -104,36 +104,42 @@ class Lifetime:
         0, ValueError says what to do.
         """
         # First: after a signal there is no restart, the run ends at its last checkpoint.
-        self.stopping.check(fell=True)
+        self.stopping.check(after_failure=True)
         cause, events = str(error).partition("\n")[0], Events(self.run_dir)
         step = max(self.stopping.furthest, 0)
         if isinstance(error, WorkerError) and error.kind == "OutOfMemory":
             # The role that ran out of memory has halved its budget (RemoteModel.train_step); it is only reported here.
             for budget in self._budgets.values():
                 budget.tell(events, step)
-            found = self._found()
+            found = self._newest_checkpoint()
             lost = step - (found.step if found is not None else 0)
-            if lost <= LOST_AT_MOST or (
-                is_ever(self.trainer.save_freq) and (found is not None or self._before_the_first_save(lost))
+            if lost <= MAX_REPEATED_STEPS or (
+                is_ever(self.trainer.save_freq) and (found is not None or self._fits_before_first_save(lost))
             ):
-                self._go_on(events, step, f"in smaller micro-batches: {cause}", found)
+                self._schedule_restart(events, step, f"in smaller micro-batches: {cause}", found)
                 return
             if self.trainer.max_restarts == 0:
                 raise self._out_of_memory(events, step, lost, cause) from error
-        if self.trainer.max_restarts == 0 or (isinstance(error, WorkerError) and error.kind in MENDED_BY_USER):
+        if self.trainer.max_restarts == 0 or (isinstance(error, WorkerError) and error.kind in USER_ERRORS):
             raise error
         # Progress is a step beyond all steps of earlier attempts; repeating lost steps is none.
-        self._in_vain = self._in_vain + 1 if self._reached == self.stopping.furthest else 0
+        self._restarts_without_progress = self._restarts_without_progress + 1 if self._reached == self.stopping.furthest else 0
         self._reached = self.stopping.furthest
-        if self._restarts == self.trainer.max_restarts or self._in_vain == MOST_IN_VAIN:
-            why = "it got no further" if self._in_vain == MOST_IN_VAIN else f"trainer.max_restarts={self.trainer.max_restarts}"
+        if self._restarts == self.trainer.max_restarts or self._restarts_without_progress == MAX_RESTARTS_WITHOUT_PROGRESS:
+            why = (
+                "it got no further"
+                if self._restarts_without_progress == MAX_RESTARTS_WITHOUT_PROGRESS
+                else f"trainer.max_restarts={self.trainer.max_restarts}"
+            )
             events.add(step, "gave up", f"after {self._restarts} restarts ({why}): {cause}")
             raise error
         self._restarts += 1
-        self._go_on(events, step, f"{self._restarts} of {self.trainer.max_restarts}: {cause}", self._found())
+        self._schedule_restart(
+            events, step, f"{self._restarts} of {self.trainer.max_restarts}: {cause}", self._newest_checkpoint()
+        )
 
     @contextmanager
-    def recorded(self) -> Iterator[None]:
+    def record_status(self) -> Iterator[None]:
         """Write the outcome of the run within the block to the run directory. A killed run leaves no record."""
         began = time.perf_counter()
         status: Status = "interrupted"  # stays for SystemExit and KeyboardInterrupt, by which signals end the run
@@ -144,22 +150,22 @@ class Lifetime:
             status = "interrupted" if isinstance(error, Stopped) else "failed"
             raise
         except KeyboardInterrupt as interrupt:
-            raise KeyboardInterrupt(goes_on(self.run_dir)) from interrupt
+            raise KeyboardInterrupt(resume_hint(self.run_dir)) from interrupt
         finally:
             if self.started:
                 write_outcome(self.run_dir, status, time.perf_counter() - began)
 
-    def _asked_for(self) -> Checkpoint | None:
+    def _requested_checkpoint(self) -> Checkpoint | None:
         trainer = self.trainer
         remote_dir = trainer.checkpoint.remote_dir
         return resolve_resume(trainer.resume_mode, trainer.resume_from_path, self.run_dir, remote_dir, weights=False)
 
-    def _found(self) -> Checkpoint | None:
+    def _newest_checkpoint(self) -> Checkpoint | None:
         """The checkpoint from which a restart resumes: the run's own, else the one that the first attempt resumed from."""
         own = resolve_resume("auto", None, self.run_dir, None, weights=False) if self.started else None
-        return own or self._asked_for()
+        return own or self._requested_checkpoint()
 
-    def _before_the_first_save(self, lost: int) -> bool:
+    def _fits_before_first_save(self, lost: int) -> bool:
         """Whether the steps to repeat are no more than the interval of trainer.save_freq (a number of steps, or an epoch)."""
         freq = self.trainer.save_freq
         return not isinstance(freq, int) or lost <= freq
@@ -171,37 +177,37 @@ class Lifetime:
         keys = ", ".join(budget.key for budget in self._budgets.values() if budget.most is not None) or "the micro-batch size"
         return ValueError(
             f"{why}. Halve {keys} (the gradient is the same), set trainer.save_freq (it is {self.trainer.save_freq}), and start "
-            f"again: {goes_on(self.run_dir)}. trainer.max_restarts=1 would allow the restart"
+            f"again: {resume_hint(self.run_dir)}. trainer.max_restarts=1 would allow the restart"
         )
 
-    def _go_on(self, events: Events, step: int, text: str, found: Checkpoint | None) -> None:
+    def _schedule_restart(self, events: Events, step: int, text: str, found: Checkpoint | None) -> None:
         self._resume = found
         self.restarted = True
         where = f"step {self._resume.step}" if self._resume is not None else "the beginning"
-        events.add(step, "restart", f"{text}; it goes on from {where}")
+        events.add(step, "restart", f"{text}; it resumes from {where}")
 
 
-def keep_going(life: Lifetime, attempt: Callable[[], None], *, hushed: bool = False) -> None:
+def run_with_restarts(lifecycle: RunLifecycle, attempt: Callable[[], None], *, quiet: bool = False) -> None:
     """Run attempts until one succeeds or another makes no sense. Each attempt has released everything before the next starts.
 
-    hushed: redirect the output of libraries on the controller to a file. Signals unwind the stack meanwhile. Raises what the
+    quiet: redirect the output of libraries on the controller to a file. Signals unwind the stack meanwhile. Raises what the
     last attempt raised, or Stopped.
     """
-    quietly = chatter_to(life.run_dir / CONTROLLER_LOG) if hushed else nullcontext()
+    quietly = chatter_to(lifecycle.run_dir / CONTROLLER_LOG) if quiet else nullcontext()
     # recorded() is outermost: graceful_stop turns signals into the exceptions from which it derives the outcome.
-    with life.recorded(), graceful_stop(), quietly:
+    with lifecycle.record_status(), graceful_stop(), quietly:
         while True:
             try:
                 return attempt()
             except Damaged as damage:  # not an error of a worker: the next clause would raise it again
-                life.damaged(damage)
+                lifecycle.handle_damage(damage)
             except Exception as error:
-                if not (isinstance(error, WorkerError | PhaseTimeout) or is_rays_own(error)):
+                if not (isinstance(error, WorkerError | PhaseTimeout) or is_ray_error(error)):
                     raise
-                life.fell(error)
+                lifecycle.handle_failure(error)
 
 
-def is_rays_own(error: Exception) -> bool:
+def is_ray_error(error: Exception) -> bool:
     """Whether Ray itself raised the error on the controller, as it does when a node with its object store or scheduler is lost.
 
     Judged by the module of its class: only the Ray backend may import Ray (tests/layout/test_imports.py).

@@ -22,7 +22,7 @@ MOST_DUMPS = 5
 SKIPPED = "skipped_updates"
 
 
-class Skips:
+class SkippedUpdates:
     """Recorder of skipped updates. in_a_row: {role: consecutive skipped updates}, saved in checkpoints."""
 
     def __init__(self, run_dir: Path, events: Events, config: Mapping[str, Any]) -> None:
@@ -31,27 +31,27 @@ class Skips:
         self.events = events
         self.config = config
         self.in_a_row: dict[str, int] = {}
-        self._told: list[str] = []
+        self._pending: list[str] = []
 
-    def see(self, role: str, step: int, mini_batch: Batch, metrics: Mapping[str, float]) -> None:
+    def record(self, role: str, step: int, mini_batch: Batch, metrics: Mapping[str, float]) -> None:
         """Record an update, applied or skipped. metrics: those of the update, with loss, grad_norm and skipped_updates."""
         if not metrics[SKIPPED]:
             self.in_a_row[role] = 0
             return
         self.in_a_row[role] = self.in_a_row.get(role, 0) + 1
         path = self._dump(role, step, mini_batch, metrics)
-        said = f"{role}: loss {metrics['loss']:.3g}, norm of the gradient {metrics['grad_norm']:.3g}"
-        self._told.append(said if path is None else f"{said}; its batch is in {SKIPPED_BATCHES}/{path.name}")
+        description = f"{role}: loss {metrics['loss']:.3g}, norm of the gradient {metrics['grad_norm']:.3g}"
+        self._pending.append(description if path is None else f"{description}; its batch is in {SKIPPED_BATCHES}/{path.name}")
 
-    def tell(self, step: int) -> dict[str, float]:
+    def report(self, step: int) -> dict[str, float]:
         """Report the skipped updates of the step as one event.
 
         Returns training/skipped_in_a_row, the largest current count of any role; empty if all are 0.
         """
-        if self._told:
-            words = "an update was" if len(self._told) == 1 else f"{len(self._told)} updates were"
-            self.events.add(step, "skipped", f"{words} skipped, on all ranks alike: {self._told[0]}")
-            self._told = []
+        if self._pending:
+            words = "an update was" if len(self._pending) == 1 else f"{len(self._pending)} updates were"
+            self.events.add(step, "skipped", f"{words} skipped, on all ranks alike: {self._pending[0]}")
+            self._pending = []
         longest = max(self.in_a_row.values(), default=0)
         return {SKIPPED_IN_A_ROW: float(longest)} if longest else {}
 

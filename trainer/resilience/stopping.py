@@ -22,7 +22,7 @@ import psutil
 from configs.schema.common import RunConfig, WatchConfig, seconds_of
 from trainer.run.errors import Stopped
 from trainer.run.events import Events
-from trainer.run.run_dir import checkpoint_dir, checkpoint_steps, goes_on
+from trainer.run.run_dir import checkpoint_dir, checkpoint_steps, resume_hint
 from trainer.run.timing import WHOLE_STEP
 from workers.host_memory import GB, host_memory
 
@@ -84,12 +84,12 @@ class Stopping:
             events.add(step, "stop", self._reason[1])
         return self._reason is not None
 
-    def check(self, *, fell: bool = False) -> None:
+    def check(self, *, after_failure: bool = False) -> None:
         """Raise Stopped if the run was stopped. fell: an attempt failed in a step; a signal received in that step counts too."""
-        reason = self._reason or (self._asked() if fell else None)
+        reason = self._reason or (self._asked() if after_failure else None)
         if reason is None:
             return
-        raise Stopped(reason[0], f"stopped after step {self.furthest}: {reason[1]}; {goes_on(self.run_dir)}")
+        raise Stopped(reason[0], f"stopped after step {self.furthest}: {reason[1]}; {resume_hint(self.run_dir)}")
 
     def _listen(self) -> None:
         if not self._before:
@@ -128,19 +128,21 @@ class HostMonitor:
     def __init__(self, config: WatchConfig, run_dir: Path) -> None:
         self.config = config
         self.run_dir = run_dir
-        self._told: set[str] = set()
+        self._reported: set[str] = set()
         self._sizes: dict[int, int] = {}
 
     def warnings(self) -> Iterator[tuple[str, str]]:
         """Yield (kind, text) of each warning, every kind once per run."""
         memory, config = host_memory(), self.config
-        if "low memory" not in self._told and memory.share < config.memory_warn:
-            self._told.add("low memory")
+        if "low memory" not in self._reported and memory.share < config.memory_warn:
+            self._reported.add("low memory")
             yield "low memory", f"{memory}, less than trainer.watch.memory_warn={config.memory_warn:g}"
         # Warn early, while there is room for two more checkpoints; disk_warn_gb=0 turns off both conditions.
         free, checkpoint = self.disk()
-        if "low disk" not in self._told and free < max(config.disk_warn_gb * GB, 2 * checkpoint if config.disk_warn_gb else 0):
-            self._told.add("low disk")
+        if "low disk" not in self._reported and free < max(
+            config.disk_warn_gb * GB, 2 * checkpoint if config.disk_warn_gb else 0
+        ):
+            self._reported.add("low disk")
             less = f"trainer.watch.disk_warn_gb={config.disk_warn_gb:g} or two checkpoints of {checkpoint / GB:.3g} GB"
             yield "low disk", f"{free / GB:.3g} GB are free where {self.run_dir} is, less than {less}"
 

@@ -14,13 +14,13 @@ from urllib.parse import urlsplit
 from configs.base.addresses import is_loopback
 from configs.base.secrets import hidden
 
-Answer = TypeVar("Answer")
+Reply = TypeVar("Reply")
 
 _TRANSIENT = {408, 409, 425, 429, 500, 502, 503, 504}  # HTTP status codes for which a retry may succeed
 _MAX_REPLY = 1 << 22  # bytes
 
 
-class Passing(Exception):
+class TransientError(Exception):
     """Transient failure: a retry may succeed. late: a server accepted the request and did not reply in time."""
 
     def __init__(self, message: str, *, late: bool = False) -> None:
@@ -64,12 +64,12 @@ def post(url: str, body: bytes, *, token: str | None, timeout: float, timeout_ke
             return json.loads(_read(response, deadline, timeout_key))
     except urllib.error.HTTPError as error:
         reason = " ".join(error.read(200).decode(errors="replace").split())
-        kind = Passing if error.code in _TRANSIENT else RequestRefused
+        kind = TransientError if error.code in _TRANSIENT else RequestRefused
         raise kind(hidden(f"HTTP {error.code} from {url}: {reason}")) from error
     except (OSError, http.client.HTTPException, ValueError) as error:  # no connection, a timeout, an invalid reply
         # Only a timeout of the reply counts as late; one of the connection is a URLError and says nothing about the response.
         late = isinstance(error, TimeoutError)
-        raise Passing(hidden(f"{url}: {type(error).__name__}: {error}"), late=late) from error
+        raise TransientError(hidden(f"{url}: {type(error).__name__}: {error}"), late=late) from error
 
 
 def connection_problem(url: str, timeout: float) -> str | None:
@@ -86,7 +86,7 @@ def connection_problem(url: str, timeout: float) -> str | None:
     return None
 
 
-def with_retries(request: Callable[[], Answer], *, retries: int, backoff: float) -> Answer:
+def with_retries(request: Callable[[], Reply], *, retries: int, backoff: float) -> Reply:
     """Call ``request`` and retry after Passing, up to ``retries`` times with exponential backoff.
 
     backoff: seconds before the first retry, doubled for each later one. Raises Refused.
@@ -94,7 +94,7 @@ def with_retries(request: Callable[[], Answer], *, retries: int, backoff: float)
     for attempt in range(retries + 1):
         try:
             return request()
-        except Passing as error:
+        except TransientError as error:
             if attempt == retries:
                 raise RequestRefused(f"after {attempt + 1} requests; the last: {error}", late=error.late) from error
             time.sleep(backoff * 2**attempt)

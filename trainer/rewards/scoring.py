@@ -30,7 +30,7 @@ Over whole batches (takes_batches): (data_sources, solution_strs, ground_truths,
 """
 
 
-class Answer(NamedTuple):
+class Response(NamedTuple):
     """A response to be scored.
 
     solution_str: decoded without special tokens. finished: ended with a stop token, not truncated at the length limit.
@@ -49,7 +49,7 @@ class Answer(NamedTuple):
     written: str = ""
     messages: Any = None
     ids: list[int] | None = None
-    words: str = ""
+    tokenizer_id: str = ""
 
     @property
     def query(self) -> str:
@@ -96,14 +96,14 @@ class Rewards(Protocol):
 
     def wait_ready(self) -> None: ...
 
-    def score(self, answers: Sequence[Answer]) -> list[Score]: ...
+    def score(self, answers: Sequence[Response]) -> list[Score]: ...
 
     def __enter__(self) -> Rewards: ...
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None: ...
 
 
-def score_one(function: ScoreFunction, answer: Answer) -> Score:
+def score_one(function: ScoreFunction, answer: Response) -> Score:
     """Score one response; an exception of the function becomes the error of the score.
 
     ``finished`` is passed in extra_info, so that functions keep verl's signature.
@@ -125,7 +125,7 @@ def takes_batches(function: ScoreFunction) -> bool:
     return "solution_strs" in inspect.signature(function).parameters
 
 
-def score_batch(function: ScoreFunction, answers: Sequence[Answer]) -> list[Score]:
+def score_batch(function: ScoreFunction, answers: Sequence[Response]) -> list[Score]:
     """Score responses by a function over whole batches; an exception becomes the error of each."""
     try:
         results = list(
@@ -143,7 +143,7 @@ def score_batch(function: ScoreFunction, answers: Sequence[Answer]) -> list[Scor
     return [_to_score(result) for result in results]
 
 
-def score_all(function: ScoreFunction, answers: Sequence[Answer], threads: int) -> Iterator[Score]:
+def score_all(function: ScoreFunction, answers: Sequence[Response], threads: int) -> Iterator[Score]:
     """Scores in order, each as soon as it and all before it are known. threads: responses scored concurrently."""
     if takes_batches(function):
         return iter(score_batch(function, answers))
@@ -177,7 +177,7 @@ def in_threads(function: Callable[[Item], Result], items: Sequence[Item], thread
         todo.clear()
 
 
-def _extra_info(answer: Answer) -> dict[str, Any]:
+def _extra_info(answer: Response) -> dict[str, Any]:
     return answer.extra_info | {"finished": answer.finished}
 
 

@@ -63,7 +63,7 @@ class Shaping:
         if self.config.normalize == "group":
             mean, std = group_moments(rewards, uid)
         else:
-            self.running.see(rewards)
+            self.running.update(rewards)
             mean, std = (torch.tensor(value, dtype=torch.float64) for value in (self.running.mean, self.running.std))
         return standardised(rewards, mean, std), None if baselines is None else standardised(baselines, mean, std)
 

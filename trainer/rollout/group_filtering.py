@@ -33,15 +33,15 @@ def metric_values(batch: Batch, metric: str | None) -> list[float]:
         return [extra.get("acc", score) for extra, score in zip(extras, scores, strict=True)]
     for extra, source in zip(extras, batch.objects["data_source"], strict=True):
         if metric not in extra:
-            told = ", ".join(sorted({"score", "seq_reward", "acc", *extra}))
+            known = ", ".join(sorted({"score", "seq_reward", "acc", *extra}))
             raise ValueError(
-                f"algorithm.filter_groups.metric={metric}: the reward function tells no such number for data source {source}; "
-                f"known: {told}"
+                f"algorithm.filter_groups.metric={metric}: the reward function reports no such number for data source {source}; "
+                f"known: {known}"
             )
     return [extra[metric] for extra in extras]
 
 
-def judge_groups(asked: Sequence[int], uids: Sequence[int], values: Sequence[float], n: int) -> dict[int, Verdict]:
+def group_verdicts(asked: Sequence[int], uids: Sequence[int], values: Sequence[float], n: int) -> dict[int, Verdict]:
     """Verdict of each group in ``asked``, in order. uids, values: group and metric of every response that has a score.
 
     A group is kept if two of its values differ, or, with n = 1 response per prompt, if it has one. Failed rewards do not count.

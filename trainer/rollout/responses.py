@@ -14,7 +14,7 @@ from trainer.data.dataset import Prompt
 from workers.batch import Batch
 
 
-def ask(prompts: Sequence[Prompt], seeds: Sequence[int], greedy: torch.Tensor) -> Batch:
+def prompt_batch(prompts: Sequence[Prompt], seeds: Sequence[int], greedy: torch.Tensor) -> Batch:
     """Rollout requests, one row per prompt. seeds: of each response. greedy: bool (B,), whether the response is greedy."""
     return Batch(
         lengths=torch.tensor([len(prompt.prompt_ids) for prompt in prompts], dtype=torch.int64),
@@ -23,7 +23,7 @@ def ask(prompts: Sequence[Prompt], seeds: Sequence[int], greedy: torch.Tensor) -
     )
 
 
-def texts_of(answers: Batch, tokenizer: PreTrainedTokenizerBase) -> list[str]:
+def decode_responses(answers: Batch, tokenizer: PreTrainedTokenizerBase) -> list[str]:
     """Responses as text (B), without stop token and special tokens, as verl decodes the text that it scores."""
     ids, ends = answers.tokens["input_ids"].numpy(), (answers.offsets[1:] - answers.rows["finished"]).tolist()
     written: list[Any] = [ids[start:end] for start, end in zip(answers.offsets.tolist(), ends, strict=False)]
@@ -31,7 +31,7 @@ def texts_of(answers: Batch, tokenizer: PreTrainedTokenizerBase) -> list[str]:
     return tokenizer.batch_decode(written, skip_special_tokens=True)
 
 
-def join(questions: Batch, answers: Batch) -> Batch:
+def join_responses(questions: Batch, answers: Batch) -> Batch:
     """Concatenate each prompt with its response; tokens: input_ids, response_mask, rollout_log_probs (0 in prompts), all (T,)."""
     whole = Batch(questions.lengths + answers.lengths)
     is_answer = whole.positions() >= torch.repeat_interleave(questions.lengths, whole.lengths)

@@ -32,11 +32,13 @@ def rollout_spec(
 ) -> RolloutSpec:
     """Specification of the rollout engine. run_dir: None for a program without a run directory."""
     max_model_len = rollout.max_model_len or data.max_prompt_length + data.max_response_length
-    told = None if run_dir is None else run_dir.absolute()
-    return RolloutSpec(model=model, rollout=rollout, max_model_len=max_model_len, device=device, run_dir=told)
+    absolute_run_dir = None if run_dir is None else run_dir.absolute()
+    return RolloutSpec(model=model, rollout=rollout, max_model_len=max_model_len, device=device, run_dir=absolute_run_dir)
 
 
-def start_source(workers: WorkerGroup, spec: RolloutSpec, watchdog: Watchdog, *, sharding: Sharding, seed: int) -> RemoteModel:
+def start_weight_source(
+    workers: WorkerGroup, spec: RolloutSpec, watchdog: Watchdog, *, sharding: Sharding, seed: int
+) -> RemoteModel:
     """Build an untrained «actor» role, the source of the weights of the engine of ``spec``."""
     return start_model(
         workers,
@@ -67,7 +69,7 @@ def start_engine(workers: WorkerGroup, spec: RolloutSpec, watchdog: Watchdog, *,
         fsdp_size=-1,
         ulysses_sequence_parallel_size=1,
     )
-    start_source(workers, spec, watchdog, sharding=fsdp, seed=seed)
+    start_weight_source(workers, spec, watchdog, sharding=fsdp, seed=seed)
     rollout = RemoteRollout(workers, spec, "actor", watchdog)
     rollout.sync_weights(0)
     return rollout

@@ -18,23 +18,23 @@ from trainer.data.dataset import Prompt, PromptStream
 from trainer.resilience.rollback import Rollbacks
 from trainer.rewards.models.reward_models import RewardModels
 from trainer.rewards.remote.remote_rewards import RemoteRewards
-from trainer.rewards.requests import to_score
+from trainer.rewards.requests import responses_to_score
 from trainer.rewards.scoring import Failures, Rewards, Score
 from trainer.rewards.shaping import Shaping, missing_eos_penalty, overlong_penalty
-from trainer.rollout.group_filtering import Tally, judge_groups, metric_values
-from trainer.rollout.responses import ask, join, texts_of
+from trainer.rollout.group_filtering import Tally, group_verdicts, metric_values
+from trainer.rollout.responses import decode_responses, join_responses, prompt_batch
 from trainer.run.timing import Phases
 from workers.batch import Batch
 from workers.rollout.base import Sampling
 from workers.seeding import seed_of
 
-Judged = tuple[list[Score], Tensor | None]
+ScoredResponses = tuple[list[Score], Tensor | None]
 """Result of RewardModels.add: scores, and rewards of single tokens (T,) or None."""
-Overlap = Callable[[Batch, Callable[[], Judged]], tuple[Judged, Batch]]
+Overlap = Callable[[Batch, Callable[[], ScoredResponses]], tuple[ScoredResponses, Batch]]
 """Scores responses while other models compute columns of the same rows: (batch, scoring function) -> (scores, columns)."""
 
 
-class Source:
+class Sampler:
     """Synchronous sampler: generates responses with the current policy on demand, and scores them."""
 
     def __init__(
@@ -79,7 +79,7 @@ class Source:
         self.left_out: list[Batch] = []
         """Rows dropped by the last ``collect`` because their rewards failed."""
 
-    def collect(self, step: int, prompts: PromptStream, phases: Phases, overlap: Overlap | None = None) -> Batch:
+    def next_batch(self, step: int, prompts: PromptStream, phases: Phases, overlap: Overlap | None = None) -> Batch:
         """Generate the step's training batch: scored responses, ``n`` per prompt, in the order of the prompts.
 
         Rows whose reward failed are dropped. With filter_groups, groups whose responses all have the same score are dropped too,
@@ -89,31 +89,31 @@ class Source:
         rows: reward (shaped), baseline (with_baselines).
         meta: metrics (reward/failed*, reward/timed_out_share, training/filter_groups/*), generated_tokens (of all rounds).
 
-        overlap: runs while reward models score; ignored if responses are dropped because of their scores (see ``chooses``).
+        overlap: runs while reward models score; ignored if responses are selected by their scores (``selects_groups``).
         Raises ValueError, one line, if every reward failed, and if the batch cannot be filled.
         """
         self.failures.start_step()
         self.left_out = []
         fill = self.filter_groups.enable
-        batch = self._fill(step, prompts, phases) if fill else self._one_round(step, prompts, phases, overlap)
+        batch = self._fill_batch(step, prompts, phases) if fill else self._one_round(step, prompts, phases, overlap)
         # After filtering: running moments and group statistics are those of the rows that are trained on.
         reward, baseline = self.shaping(batch.rows["reward"], batch.rows["uid"], batch.rows.get("baseline"))
         batch = batch.with_rows(reward=reward, **({} if baseline is None else {"baseline": baseline}))
         return batch.with_tokens(token_level_scores=token_rewards(batch, reward))
 
     @property
-    def chooses(self) -> bool:
+    def selects_groups(self) -> bool:
         """Whether generated responses may be dropped after scoring; computing columns for them in advance would be wasted."""
         return self.filter_groups.enable or self.with_baselines
 
     def _one_round(self, step: int, prompts: PromptStream, phases: Phases, overlap: Overlap | None) -> Batch:
         """Batch of one round of prompts, without rows whose reward failed."""
-        answered = self._answer_to_train(prompts.draw(), "train", step, phases, overlap)
+        answered = self._sample_to_train(prompts.draw(), "train", step, phases, overlap)
         scored = self._drop_failed(answered)
         check_some_scored(answered, len(scored))
         return scored.with_meta({"metrics": {"reward/failed": len(answered) - len(scored)} | self.failures.metrics()})
 
-    def _fill(self, step: int, prompts: PromptStream, phases: Phases) -> Batch:
+    def _fill_batch(self, step: int, prompts: PromptStream, phases: Phases) -> Batch:
         """Generate rounds until ``groups`` groups are kept; the first ``groups`` form the batch, surplus groups are discarded.
 
         A prompt that was kept is not sampled again in the step. A dropped prompt is resampled, with different seeds, when the
@@ -134,18 +134,18 @@ class Source:
                 # Counts as a round without a kept group, so that check_another ends the loop after a full pass.
                 tally.add((), ())
                 continue
-            answered = self._answer_to_train(asked, "train" if not again else f"train_again_{again}", step, phases)
+            answered = self._sample_to_train(asked, "train" if not again else f"train_again_{again}", step, phases)
             scored = self._drop_failed(answered)
             values, uids = metric_values(scored, self.filter_groups.metric), scored.rows["uid"].tolist()
-            verdicts = judge_groups([prompt.uid for prompt in asked], uids, values, self.n)
+            verdicts = group_verdicts([prompt.uid for prompt in asked], uids, values, self.n)
             tally.add(verdicts.values(), values)
             check_some_scored(answered, tally.n_values)
             kept = [uid for uid, verdict in verdicts.items() if verdict == "kept"]
-            parts.append(of_groups(scored, kept))
+            parts.append(select_groups(scored, kept))
             taken += kept
             failed += len(answered) - len(scored)
             generated += answered.meta["generated_tokens"]
-        batch = of_groups(Batch.concat(parts), taken[: self.groups])
+        batch = select_groups(Batch.concat(parts), taken[: self.groups])
         metrics = {"reward/failed": failed} | self.failures.metrics() | tally.metrics()
         return batch.with_meta({"metrics": metrics, "generated_tokens": generated})
 
@@ -157,7 +157,7 @@ class Source:
         self.left_out.append(batch.select(failed.nonzero().flatten()))
         return batch.select((~failed).nonzero().flatten())
 
-    def _answer_to_train(
+    def _sample_to_train(
         self, prompts: Sequence[Prompt], purpose: str, step: int, phases: Phases, overlap: Overlap | None = None
     ) -> Batch:
         """Training responses with rows reward (score plus penalties) and, with_baselines, baseline (of the greedy response).
@@ -165,7 +165,9 @@ class Source:
         meta["generated_tokens"]: number of response tokens, including greedy responses.
         """
         purpose = self.rollbacks.purpose(purpose)
-        batch = self.answer(prompts, self.n, self.sampling, phases, purpose=purpose, step=step, trains=True, overlap=overlap)
+        batch = self.generate_and_score(
+            prompts, self.n, self.sampling, phases, purpose=purpose, step=step, trains=True, overlap=overlap
+        )
         # Counted before take_baselines removes the greedy responses, which took time to generate too.
         generated = int((batch.lengths - batch.rows["prompt_length"]).sum())
         trained = sum_by(batch.tokens["response_mask"], batch.segment_ids(), len(batch))
@@ -179,10 +181,10 @@ class Source:
         batch = batch.with_rows(reward=batch.rows["score"] + penalty)
         if self.with_baselines:
             # After the penalties: a baseline is the reward of the greedy response, penalties included.
-            batch = take_baselines(batch, self.n)
+            batch = split_baselines(batch, self.n)
         return batch.with_meta({"generated_tokens": generated})
 
-    def answer(
+    def generate_and_score(
         self,
         prompts: Sequence[Prompt],
         n: int,
@@ -212,25 +214,25 @@ class Source:
         seeds = [seed_of(self.seed, purpose, step, prompt.uid, sample) for prompt, sample in zip(asked, samples, strict=True)]
         with phases("gen"):
             # Sample n exists with with_baselines only: the greedy response after n sampled ones.
-            questions = ask(asked, seeds, greedy=torch.tensor(samples) == n)
+            questions = prompt_batch(asked, seeds, greedy=torch.tensor(samples) == n)
             answers = self.rollout.generate(questions, sampling, each)
         with phases("reward"), self.watchdog.own("reward", "scoring", f"{len(asked)} answers"):
-            texts = texts_of(answers, self.tokenizer)
-            batch = join(questions, answers).with_meta({"temperature": sampling.temperature})
+            texts = decode_responses(answers, self.tokenizer)
+            batch = join_responses(questions, answers).with_meta({"temperature": sampling.temperature})
             by_servers = isinstance(self.rewards, RemoteRewards)
-            scores = self.rewards.score(to_score(asked, texts, batch, self.tokenizer, for_servers=by_servers))
-        scores = self._with_late(scores)
+            scores = self.rewards.score(responses_to_score(asked, texts, batch, self.tokenizer, for_servers=by_servers))
+        scores = self._with_timeout_scores(scores)
         if self.models is not None:
             # Neither greedy responses nor validation may change the moments that normalise training scores.
             learn_from = (torch.tensor(samples) < n) & trains
-            judge = partial(self._judge, self.models, scores, batch, asked, texts, learn_from, phases)
+            judge = partial(self._score_by_models, self.models, scores, batch, asked, texts, learn_from, phases)
             (scores, at_tokens), columns = (judge(), Batch(batch.lengths)) if overlap is None else overlap(batch, judge)
             # A colocated engine sleeps while the reward model works; it gets its weights again before the next generation.
             self.rollout.rest(self.models.group)
             batch |= columns
             batch = batch if at_tokens is None else batch.with_tokens(model_rewards=at_tokens)
             # Again: reward models on servers can time out as well.
-            scores = self._with_late(scores)
+            scores = self._with_timeout_scores(scores)
         self.failures.add(step, "training" if trains else "validation", scores)
         score = torch.tensor([0.0 if item.value is None else item.value for item in scores])
         batch.rows |= {
@@ -242,13 +244,13 @@ class Source:
         batch.objects = describe(asked, texts, scores)
         return batch
 
-    def _with_late(self, scores: Sequence[Score]) -> list[Score]:
+    def _with_timeout_scores(self, scores: Sequence[Score]) -> list[Score]:
         """Replace the missing value of scores that timed out by ``reward.timeout_score``."""
         late = self.reward.timeout_score
         return [replace(score, value=late) if score.timed_out and score.value is None else score for score in scores]
 
     @staticmethod
-    def _judge(
+    def _score_by_models(
         models: RewardModels,
         rules: list[Score],
         answers: Batch,
@@ -256,7 +258,7 @@ class Source:
         texts: list[str],
         learn_from: Tensor,
         phases: Phases,
-    ) -> Judged:
+    ) -> ScoredResponses:
         """Add the reward models' scores to the rules' scores (B); see RewardModels.add."""
         with phases("reward_model"):
             return models.add(rules, answers, asked, texts, learn_from=learn_from)
@@ -282,7 +284,7 @@ def describe(asked: Sequence[Prompt], texts: Sequence[str], scores: Sequence[Sco
     }
 
 
-def take_baselines(batch: Batch, n: int) -> Batch:
+def split_baselines(batch: Batch, n: int) -> Batch:
     """Remove the greedy responses (sample n of each prompt); their rewards become rows["baseline"] (B,) of the remaining rows.
 
     If the reward of a greedy response failed, its group's rewards count as failed too: they have no baseline.
@@ -293,15 +295,15 @@ def take_baselines(batch: Batch, n: int) -> Batch:
     failed = greedy.rows["reward_failed"].repeat_interleave(n)
     errors = [error for error in greedy.objects["reward_error"] for _ in range(n)]
     samples.objects["reward_error"] = [
-        own if own is not None or theirs is None else f"of the greedy answer: {theirs}"
-        for own, theirs in zip(samples.objects["reward_error"], errors, strict=True)
+        error if error is not None or baseline_error is None else f"of the greedy answer: {baseline_error}"
+        for error, baseline_error in zip(samples.objects["reward_error"], errors, strict=True)
     ]
     return samples.with_rows(
         baseline=greedy.rows["reward"].repeat_interleave(n), reward_failed=samples.rows["reward_failed"] | failed
     )
 
 
-def of_groups(batch: Batch, uids: Sequence[int]) -> Batch:
+def select_groups(batch: Batch, uids: Sequence[int]) -> Batch:
     """Rows of the groups ``uids``, in the order of the batch."""
     return batch.select(torch.isin(batch.rows["uid"], torch.tensor(uids, dtype=torch.int64)).nonzero().flatten())
 

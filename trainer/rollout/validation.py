@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from trainer.data.dataset import PromptDataset
-from trainer.rollout.sampler import Source
+from trainer.rollout.sampler import Sampler
 from trainer.run.timing import Phases
 from trainer.tracking.metrics import validation_metrics
 from trainer.tracking.sample_dump import first_samples
@@ -16,11 +16,11 @@ class Validation:
     """Generates and scores responses to held-out prompts. first, last: metrics of the first and the latest validation."""
 
     def __init__(
-        self, data: PromptDataset, source: Source, tracker: Tracker, *, n: int, sampling: Sampling, batch_size: int | None
+        self, data: PromptDataset, sampler: Sampler, tracker: Tracker, *, n: int, sampling: Sampling, batch_size: int | None
     ) -> None:
         """n: responses per prompt. batch_size: prompts per generation call; None: all."""
         self.data = data
-        self.source = source
+        self.sampler = sampler
         self.tracker = tracker
         self.n = n
         self.sampling = sampling
@@ -38,15 +38,19 @@ class Validation:
         for start in range(0, len(self.data), self.batch_size):
             prompts = [self.data[row] for row in range(start, min(start + self.batch_size, len(self.data)))]
             # Its own Phases: the time is reported as «testing», not added to the step's generation and reward phases.
-            parts.append(self.source.answer(prompts, self.n, self.sampling, Phases(), purpose="validation", step=step))
+            parts.append(
+                self.sampler.generate_and_score(prompts, self.n, self.sampling, Phases(), purpose="validation", step=step)
+            )
         batch = Batch.concat(parts)
         scored = batch.select((~batch.rows["reward_failed"]).nonzero().flatten())
         metrics = {"val/reward_failed": float(len(batch) - len(scored))}
         if len(scored):
             extras = scored.objects["reward_extra"]
-            told = {name: [extra.get(name) for extra in extras] for name in sorted({name for extra in extras for name in extra})}
+            columns = {
+                name: [extra.get(name) for extra in extras] for name in sorted({name for extra in extras for name in extra})
+            }
             metrics |= validation_metrics(
-                scored.objects["data_source"], scored.rows["uid"].tolist(), {"reward": scored.rows["score"].tolist()} | told
+                scored.objects["data_source"], scored.rows["uid"].tolist(), {"reward": scored.rows["score"].tolist()} | columns
             )
         self.tracker.log_samples(first_samples(batch, KEPT_SAMPLES), step)
         self.first = self.first or metrics

@@ -142,7 +142,7 @@ class LineWriter:
         self._path = path
         self._file = path.open("ab", buffering=0)
         self._left = b""
-        self._told = False
+        self._reported = False
 
     def write(self, lines: str) -> None:
         self._left += lines.encode()
@@ -151,11 +151,11 @@ class LineWriter:
             while self._left:
                 self._left = self._left[self._file.write(self._left) :]
         except OSError as error:
-            if not self._told:
+            if not self._reported:
                 tell(f"{self._path}: {error}; what is not written waits for room")
-            self._told = True
+            self._reported = True
         else:
-            self._told = False
+            self._reported = False
 
     def close(self) -> None:
         self.write("")
@@ -221,11 +221,11 @@ def start_run(run_dir: Path, resume_step: int | None, rollout_dir: Path | None, 
             path.unlink()
 
 
-def goes_on(run_dir: Path) -> str:
+def resume_hint(run_dir: Path) -> str:
     """Sentence that says from where the same command would resume the run."""
     steps = checkpoint_steps(run_dir) if run_dir.is_dir() else []
     where = f"from {checkpoint_dir(run_dir, steps[-1])}" if steps else "from the beginning: there is no checkpoint"
-    return f"with trainer.resume_mode=auto it goes on {where}"
+    return f"with trainer.resume_mode=auto it resumes {where}"
 
 
 def go_back(run_dir: Path, step: int, rollout_dir: Path | None) -> Path:

@@ -56,8 +56,8 @@ def earlier_outcome(run_dir: Path, config: Mapping[str, Any]) -> Outcome | None:
     # The same round trip through YAML as that of the file: tuples become lists and secrets stars, so equal values compare equal.
     now = leaves_of(yaml.safe_load(yaml.safe_dump(redact(config))))
     for key in sorted(before.keys() | now.keys()):
-        beside = any(key == name or (name.endswith(".") and key.startswith(name)) for name in NOT_THE_RUN)
-        if before.get(key) != now.get(key) and not beside:
+        is_ignored = any(key == name or (name.endswith(".") and key.startswith(name)) for name in NOT_THE_RUN)
+        if before.get(key) != now.get(key) and not is_ignored:
             raise ValueError(
                 f"{run_dir} holds a run with {key}={before.get(key, '(not set)')}, not {now.get(key, '(not set)')}: take another "
                 "trainer.default_local_dir, or trainer.resume_mode=disable, which moves that run aside"

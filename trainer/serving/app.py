@@ -13,22 +13,27 @@ from fastapi.responses import JSONResponse
 
 from configs.base.secrets import hidden
 from trainer.rewards.remote import openrlhf_protocol
-from trainer.rewards.scoring import Answer
-from trainer.serving.request_queue import Closed, Desk
+from trainer.rewards.scoring import Response
+from trainer.serving.request_queue import QueueClosed, RequestQueue
 
 _SLOWEST_REQUEST = 60.0  # seconds in which a request body must arrive
 
 
-class Unfit(Exception):
+class RequestError(Exception):
     """Refuse a request with an HTTP status and a one-line reason."""
 
-    def __init__(self, status: int, said: str) -> None:
-        super().__init__(said)
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
         self.status = status
 
 
 def reward_app(
-    desk: Desk, *, token: str | None, most_bytes: int, check: Callable[[Sequence[Answer]], None], health: Callable[[], Any]
+    queue: RequestQueue,
+    *,
+    token: str | None,
+    most_bytes: int,
+    check: Callable[[Sequence[Response]], None],
+    health: Callable[[], Any],
 ) -> FastAPI:
     """Build the application: POST /get_reward and GET /health.
 
@@ -44,13 +49,13 @@ def reward_app(
             check_sender(request, token)
             answers = openrlhf_protocol.from_request(json.loads(await body_of(request, most_bytes)))
             check(answers)
-            return JSONResponse(openrlhf_protocol.to_reply(await desk.scores(answers)))
+            return JSONResponse(openrlhf_protocol.to_reply(await queue.scores(answers)))
         except ValueError as error:  # no JSON, not this format, no such data source
             # Covers JSON syntax, format and unknown data sources.
             return refusal(422, str(error))
-        except Unfit as error:
+        except RequestError as error:
             return refusal(error.status, str(error))
-        except Closed:
+        except QueueClosed:
             return refusal(503, "the server is stopping")
 
     @app.get("/health")
@@ -60,9 +65,9 @@ def reward_app(
     return app
 
 
-def refusal(status: int, said: str) -> JSONResponse:
+def refusal(status: int, message: str) -> JSONResponse:
     """Reply with a one-line error; secrets in it are hidden."""
-    return JSONResponse({"detail": hidden(" ".join(said.split()))}, status)
+    return JSONResponse({"detail": hidden(" ".join(message.split()))}, status)
 
 
 def check_sender(request: Request, token: str | None) -> None:
@@ -71,17 +76,17 @@ def check_sender(request: Request, token: str | None) -> None:
         # compare_digest takes the same time for every token: response times reveal nothing about the right one.
         kind, _, given = request.headers.get("authorization", "").partition(" ")
         if kind.lower() != "bearer" or not hmac.compare_digest(given.strip().encode(), token.encode()):
-            raise Unfit(401, "no token, or the wrong one: the request must bear «Authorization: Bearer TOKEN»")
+            raise RequestError(401, "no token, or the wrong one: the request must bear «Authorization: Bearer TOKEN»")
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     # A web page in a browser on this machine may send other content types across origins without a preflight request.
     if kind != "application/json":
-        raise Unfit(415, f"the request must be application/json, not {kind or 'nothing'}")
+        raise RequestError(415, f"the request must be application/json, not {kind or 'nothing'}")
 
 
 async def body_of(request: Request, most_bytes: int) -> bytes:
     """Read the complete body. Raises Unfit if it is too large or does not arrive in time."""
     bound = f"server.max_request_mb={most_bytes / (1 << 20):g}"
-    too_large = Unfit(413, f"the request is larger than {bound}; send fewer answers at once")
+    too_large = RequestError(413, f"the request is larger than {bound}; send fewer answers at once")
     if int(request.headers.get("content-length", 0)) > most_bytes:
         raise too_large
     # The header may be missing or wrong, so the bytes received are counted too.
@@ -91,11 +96,11 @@ async def body_of(request: Request, most_bytes: int) -> bytes:
             while more:
                 message = await request.receive()
                 if message["type"] == "http.disconnect":
-                    raise Unfit(400, "the request has no end")  # the client has gone; the reply is not delivered
+                    raise RequestError(400, "the request has no end")  # the client has gone; the reply is not delivered
                 parts.append(message.get("body", b""))
                 size, more = size + len(parts[-1]), message.get("more_body", False)
                 if size > most_bytes:
                     raise too_large
     except TimeoutError as error:
-        raise Unfit(408, f"the request was not whole after {_SLOWEST_REQUEST:g} s") from error
+        raise RequestError(408, f"the request was not whole after {_SLOWEST_REQUEST:g} s") from error
     return b"".join(parts)

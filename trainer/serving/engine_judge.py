@@ -15,8 +15,8 @@ from trainer.cluster.watchdog import Watchdog
 from trainer.data.chat import load_tokenizer, stop_token_ids
 from trainer.data.encoding import encode
 from trainer.rewards.rules.judge import JudgeError, parse, prompt
-from trainer.rewards.scoring import Answer, Score
-from trainer.rollout.responses import texts_of
+from trainer.rewards.scoring import Response, Score
+from trainer.rollout.responses import decode_responses
 from trainer.rollout.rollout_builder import start_engine
 from workers.batch import Batch
 from workers.controller.group import WorkerGroup
@@ -47,17 +47,17 @@ class EngineJudge:
         self._longest = longest
         self._seed = seed
 
-    def score(self, answers: Sequence[Answer]) -> list[Score]:
+    def score(self, answers: Sequence[Response]) -> list[Score]:
         """One score per response, parsed from the judge's reply (see trainer.rewards.rules.judge.parse), or an error."""
         asked = [self._question(answer) for answer in answers]
         rows = [ids for ids in asked if not isinstance(ids, str)]
         replies = iter(self._replies(rows) if rows else ())
         return [Score(None, {}, ids) if isinstance(ids, str) else self._read(next(replies)) for ids in asked]
 
-    def _question(self, answer: Answer) -> torch.Tensor | str:
+    def _question(self, answer: Response) -> torch.Tensor | str:
         """Token ids of reward.judge.prompt, filled in, as a user message: int64 (n,); or the reason why there are none."""
-        told = {"question": answer.prompt} | answer.extra_info
-        text = prompt(self._config.prompt, answer.solution_str, answer.ground_truth, told)
+        fields = {"question": answer.prompt} | answer.extra_info
+        text = prompt(self._config.prompt, answer.solution_str, answer.ground_truth, fields)
         ((_, ids),) = encode(self._tokenizer, [[{"role": "user", "content": text}]], self._template_kwargs)
         if len(ids) > self._longest:
             return f"the judge's prompt has {len(ids)} tokens, judge_engine.max_prompt_length is {self._longest}"
@@ -73,7 +73,7 @@ class EngineJudge:
                 "greedy": torch.zeros(len(rows), dtype=torch.bool),  # temperature 0 is greedy regardless
             },
         )
-        return texts_of(self._rollout.generate(questions, self._sampling, 1), self._tokenizer)
+        return decode_responses(self._rollout.generate(questions, self._sampling, 1), self._tokenizer)
 
     def _read(self, reply: str) -> Score:
         try:
@@ -83,7 +83,7 @@ class EngineJudge:
 
 
 def start_judge(config: ServeRewardConfig, workers: WorkerGroup, watchdog: Watchdog) -> EngineJudge:
-    """Start the judge's engine on ``hosts``. Raises ValueError, one line, if model or tokenizer is missing."""
+    """Start the judge's engine on ``workers``. Raises ValueError, one line, if model or tokenizer is missing."""
     engine, judge = config.judge_engine, config.reward.judge
     tokenizer = load_tokenizer(engine.model)
     spec = RolloutSpec(

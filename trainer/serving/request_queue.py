@@ -8,43 +8,43 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 
-from trainer.rewards.scoring import Answer, Score
+from trainer.rewards.scoring import Response, Score
 
 
-class Closed(Exception):
+class QueueClosed(Exception):
     """The server is stopping: no further requests are scored."""
 
 
 @dataclass(frozen=True, slots=True)
-class Waiting:
+class QueuedRequest:
     """A queued request. scores: resolves to one score per response."""
 
-    answers: Sequence[Answer]
+    answers: Sequence[Response]
     scores: Future[list[Score]] = field(default_factory=Future)
 
 
-class Desk:
+class RequestQueue:
     """Request queue that forms batches."""
 
     def __init__(self, batch_size: int) -> None:
         """batch_size: maximum number of responses per batch; a larger single request forms a batch of its own."""
         self._batch_size = batch_size
-        self._queue: SimpleQueue[Waiting] = SimpleQueue()
-        self._next: Waiting | None = None  # a request that did not fit into the previous batch
+        self._queue: SimpleQueue[QueuedRequest] = SimpleQueue()
+        self._next: QueuedRequest | None = None  # a request that did not fit into the previous batch
         self._closed = False
 
-    async def scores(self, answers: Sequence[Answer]) -> list[Score]:
-        """Queue a request and await its scores; called in the event loop. Raises Closed."""
+    async def scores(self, answers: Sequence[Response]) -> list[Score]:
+        """Queue a request and await its scores; called in the event loop. Raises QueueClosed."""
         if self._closed:
-            raise Closed
-        waiting = Waiting(answers)
+            raise QueueClosed
+        waiting = QueuedRequest(answers)
         self._queue.put(waiting)
         return await asyncio.wrap_future(waiting.scores)
 
-    def take(self, patience: float) -> list[Waiting]:
+    def take(self, timeout: float) -> list[QueuedRequest]:
         """Take a batch of requests, oldest first; [] if none arrives within ``patience`` seconds."""
         try:
-            taken = [self._next or self._queue.get(timeout=patience)]
+            taken = [self._next or self._queue.get(timeout=timeout)]
         except Empty:
             return []
         self._next, size = None, len(taken[0].answers)
@@ -58,8 +58,8 @@ class Desk:
                 self._next = waiting
         return taken
 
-    def close(self, taken: Sequence[Waiting]) -> None:
-        """Fail all queued requests and those in ``taken`` with Closed."""
+    def close(self, taken: Sequence[QueuedRequest]) -> None:
+        """Fail all queued requests and those in ``taken`` with QueueClosed."""
         # Set before the queue is drained: later requests are refused at once instead of waiting for a scorer that has ended.
         self._closed = True
         waiting = [*taken, *([] if self._next is None else [self._next])]
@@ -67,4 +67,4 @@ class Desk:
             waiting.append(self._queue.get())
         for request in waiting:
             if not request.scores.done():
-                request.scores.set_exception(Closed())
+                request.scores.set_exception(QueueClosed())

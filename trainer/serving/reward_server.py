@@ -22,29 +22,29 @@ from configs.schema.serve_reward import ServerConfig, ServeRewardConfig
 from trainer.cluster.watchdog import Watchdog
 from trainer.rewards.pool.runner import RewardRunner
 from trainer.rewards.rules.reward_registry import check_data_sources, scores_by_source
-from trainer.rewards.scoring import Answer, Score
-from trainer.serving.request_queue import Desk
+from trainer.rewards.scoring import Response, Score
+from trainer.serving.request_queue import RequestQueue
 from workers.controller.stop import graceful_stop, shielded
 
-ScoreAll = Callable[[Sequence[Answer]], list[Score]]
+ScoreAll = Callable[[Sequence[Response]], list[Score]]
 
-_LOOK = 0.2  # seconds between checks that the HTTP thread is alive
-_LAST_REPLIES = 5.0  # seconds to deliver pending replies when the server stops
+_POLL_SECONDS = 0.2  # seconds between checks that the HTTP thread is alive
+_DRAIN_SECONDS = 5.0  # seconds to deliver pending replies when the server stops
 
 
 def run(config: ServeRewardConfig) -> None:
     """Serve until a signal arrives. Raises ValueError for user errors, before the server listens."""
     check_installed()
-    desk, count = Desk(config.server.batch_size), Count(config.server.log_every)
+    queue, counter = RequestQueue(config.server.batch_size), RequestCounter(config.server.log_every)
     watchdog = Watchdog(asdict(config.timeouts), Path(config.trainer.default_local_dir))
     with graceful_stop(), ExitStack() as stack:
         # Bind first: an occupied port is reported before a model is loaded. The socket listens only once the scorer is ready.
         place = stack.enter_context(bound(config.server))
         serve = judge if config.judge_engine.enable else rules if config.model.path is None else model
         score = serve(config, watchdog, stack)
-        listener = stack.enter_context(Listener(place, desk, config, count))
+        listener = stack.enter_context(Listener(place, queue, config, counter))
         print(f"serving {name_of(config)} at {listener.url} (process {os.getpid()})", flush=True)
-        work(desk, score, count, goes_on=listener.is_alive)
+        work(queue, score, counter, is_running=listener.is_alive)
         raise RuntimeError("the listener has ended")
 
 
@@ -53,7 +53,7 @@ def rules(config: ServeRewardConfig, watchdog: Watchdog, stack: ExitStack) -> Sc
     runner = stack.enter_context(RewardRunner(config.reward))
     runner.wait_ready()
 
-    def score(answers: Sequence[Answer]) -> list[Score]:
+    def score(answers: Sequence[Response]) -> list[Score]:
         with watchdog.own("reward", "scoring", f"{len(answers)} answers"):
             return runner.score(answers)
 
@@ -79,57 +79,57 @@ def judge(config: ServeRewardConfig, watchdog: Watchdog, stack: ExitStack) -> Sc
     return start_judge(config, stack.enter_context(opened_workers(config)), watchdog).score
 
 
-def work(desk: Desk, score: ScoreAll, count: Count, *, goes_on: Callable[[], bool]) -> None:
-    """Score queued requests in batches until ``goes_on`` is false; requests left at the end fail with Closed."""
+def work(queue: RequestQueue, score: ScoreAll, counter: RequestCounter, *, is_running: Callable[[], bool]) -> None:
+    """Score queued requests in batches until ``is_running`` is false; requests left at the end fail with QueueClosed."""
     taken = []
     try:
-        while goes_on():
-            taken = desk.take(_LOOK)
+        while is_running():
+            taken = queue.take(_POLL_SECONDS)
             scores = score([answer for waiting in taken for answer in waiting.answers]) if taken else []
             for waiting in taken:
                 # Scores are flat, in the order of the requests: each request takes its share from the front.
                 own, scores = scores[: len(waiting.answers)], scores[len(waiting.answers) :]
                 waiting.scores.set_result(own)
-                count.add(own)
+                counter.add(own)
     finally:
-        desk.close(taken)
+        queue.close(taken)
 
 
-class Count:
+class RequestCounter:
     """Counters of requests and responses; prints a line to stderr every ``log_every`` requests."""
 
     def __init__(self, log_every: int) -> None:
         self._log_every = log_every
         self._since = time.monotonic()
         self._before = 0
-        self.told = {"requests": 0, "answers": 0, "failed": 0}
+        self.counts = {"requests": 0, "answers": 0, "failed": 0}
 
     def add(self, scores: Sequence[Score]) -> None:
-        self.told["requests"] += 1
-        self.told["answers"] += len(scores)
-        self.told["failed"] += sum(score.value is None for score in scores)
-        if self.told["requests"] % self._log_every == 0:
-            speed = (self.told["answers"] - self._before) / (time.monotonic() - self._since)
-            words = f"{self.told['requests']:,} requests, {self.told['answers']:,} answers, {self.told['failed']:,} failed"
+        self.counts["requests"] += 1
+        self.counts["answers"] += len(scores)
+        self.counts["failed"] += sum(score.value is None for score in scores)
+        if self.counts["requests"] % self._log_every == 0:
+            speed = (self.counts["answers"] - self._before) / (time.monotonic() - self._since)
+            words = f"{self.counts['requests']:,} requests, {self.counts['answers']:,} answers, {self.counts['failed']:,} failed"
             print(f"reward server: {words}, {speed:,.1f} answers/s", file=sys.stderr, flush=True)
-            self._since, self._before = time.monotonic(), self.told["answers"]
+            self._since, self._before = time.monotonic(), self.counts["answers"]
 
 
 class Listener:
     """uvicorn in a second thread, where it does not install signal handlers."""
 
-    def __init__(self, place: socket.socket, desk: Desk, config: ServeRewardConfig, count: Count) -> None:
+    def __init__(self, place: socket.socket, queue: RequestQueue, config: ServeRewardConfig, counter: RequestCounter) -> None:
         import uvicorn
 
         from trainer.serving.app import reward_app
 
         server = config.server
         app = reward_app(
-            desk,
+            queue,
             token=os.environ.get(server.token_env, "").strip() or None,
             most_bytes=int(server.max_request_mb * (1 << 20)),
             check=lambda answers: check_answers(config, answers),
-            health=lambda: {"serves": name_of(config)} | count.told,
+            health=lambda: {"serves": name_of(config)} | counter.counts,
         )
         options = uvicorn.Config(
             app, log_level="warning", access_log=False, limit_concurrency=server.max_connections, lifespan="off", ws="none"
@@ -150,7 +150,7 @@ class Listener:
         # Signals are held back here: pending replies are delivered before the process ends.
         with shielded():
             self._server.should_exit = True
-            self._thread.join(_LAST_REPLIES)
+            self._thread.join(_DRAIN_SECONDS)
 
     def is_alive(self) -> bool:
         return self._thread.is_alive()
@@ -170,7 +170,7 @@ def bound(server: ServerConfig) -> Iterator[socket.socket]:
         yield place
 
 
-def check_answers(config: ServeRewardConfig, answers: Sequence[Answer]) -> None:
+def check_answers(config: ServeRewardConfig, answers: Sequence[Response]) -> None:
     """Raises ValueError for a data source without a scorer, before the request is queued."""
     # In the HTTP thread: within a batch the error would fail the requests of other clients too.
     if config.model.path is None and not config.judge_engine.enable and scores_by_source(config.reward):

@@ -11,11 +11,11 @@ from configs.reward_models import served_model
 from configs.schema.serve_reward import ServeRewardConfig
 from trainer.cluster.watchdog import Watchdog
 from trainer.data.chat import load_tokenizer
-from trainer.data.conversations import Conversations, with_template, words_of
+from trainer.data.conversations import Conversations, tokenizer_fingerprint, with_template
 from trainer.data.encoding import token_ids
 from trainer.rewards.models.reward_builder import check_one, engine_model, start_one
 from trainer.rewards.models.reward_models import RewardModel
-from trainer.rewards.scoring import Answer, Score
+from trainer.rewards.scoring import Response, Score
 from workers.batch import Batch
 from workers.controller.group import WorkerGroup
 
@@ -25,20 +25,20 @@ NAME = "model"
 class ServedScorer:
     """Scores responses with ``model``, which encodes conversations with its own tokenizer and template."""
 
-    def __init__(self, model: RewardModel, conversations: Conversations, words: str) -> None:
+    def __init__(self, model: RewardModel, conversations: Conversations, tokenizer_id: str) -> None:
         """words: hash of the tokenizer and template whose token ids are used unchanged; "": always encode the text."""
         self._model = model
         self._conversations = conversations
-        self._words = words
+        self._tokenizer_id = tokenizer_id
 
-    def score(self, answers: Sequence[Answer]) -> list[Score]:
+    def score(self, answers: Sequence[Response]) -> list[Score]:
         """One normalised score per response, in order; the score of a conversation that the template rejects has an error."""
         read = [self._read(answer) for answer in answers]
         rows = [ids for ids in read if isinstance(ids, Tensor)]
         raw = iter(self._of_rows(rows) if rows else ())
         return [next(raw) if isinstance(ids, Tensor) else Score(None, {}, ids) for ids in read]
 
-    def _read(self, answer: Answer) -> Tensor | str:
+    def _read(self, answer: Response) -> Tensor | str:
         """Token ids of a conversation, int64 (n,), or the reason why there are none.
 
         Token ids of the same tokenizer are used unchanged, since encoding their text may give different ones. Messages are
@@ -47,7 +47,7 @@ class ServedScorer:
         """
         conversations = self._conversations
         try:
-            if answer.ids and answer.words == self._words != "":
+            if answer.ids and answer.tokenizer_id == self._tokenizer_id != "":
                 return checked(torch.tensor(answer.ids, dtype=torch.int64))
             if answer.messages is not None:
                 return torch.from_numpy(conversations.ids(answer.messages, answer.solution_str, finished=answer.finished))
@@ -82,7 +82,7 @@ def check_model(config: ServeRewardConfig) -> None:
 
 
 def start_scorer(config: ServeRewardConfig, workers: WorkerGroup, watchdog: Watchdog) -> ServedScorer:
-    """Start the reward model on ``hosts``. Raises ValueError, one line, if tokenizer or template is missing."""
+    """Start the reward model on ``workers``. Raises ValueError, one line, if tokenizer or template is missing."""
     model = served_model(config.model)
     try:
         tokenizer = with_template(load_tokenizer(engine_model(model)), model.chat_template)
@@ -90,5 +90,7 @@ def start_scorer(config: ServeRewardConfig, workers: WorkerGroup, watchdog: Watc
     except ValueError as error:
         raise ValueError(f"{NAME}: {error}") from error
     # Template arguments change the rendering but are not part of the hash: with them, token ids of clients are not used.
-    words = "" if model.apply_chat_template_kwargs else words_of(tokenizer)
-    return ServedScorer(start_one(NAME, model, None, workers, config.trainer, config.trainer, watchdog), conversations, words)
+    tokenizer_id = "" if model.apply_chat_template_kwargs else tokenizer_fingerprint(tokenizer)
+    return ServedScorer(
+        start_one(NAME, model, None, workers, config.trainer, config.trainer, watchdog), conversations, tokenizer_id
+    )

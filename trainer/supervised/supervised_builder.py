@@ -18,10 +18,10 @@ from trainer.cluster.role_builder import Training, limits, start_model
 from trainer.cluster.watchdog import Watchdog
 from trainer.data.chat import load_tokenizer
 from trainer.resilience.alarms import sft_alarms
-from trainer.resilience.restart import Lifetime
+from trainer.resilience.restart import RunLifecycle
 from trainer.run.timing import Phases
 from trainer.supervised.supervised_loop import SupervisedLoop, steps_between
-from trainer.supervised.tasks import SFT, RewardModelTask, Task
+from trainer.supervised.tasks import RewardModelTask, SFTTask, Task
 from workers.controller.logs import announce
 from workers.roles.train_engines import check_engine
 from workers.seeding import seed_of
@@ -31,28 +31,28 @@ Config = SFTConfig | RewardModelConfig
 
 def run(config: Config, notices: Sequence[str]) -> None:
     """Train, and export the model if trainer.export_dir is set. notices: warnings about the configuration."""
-    head = SFT.head if isinstance(config, SFTConfig) else RewardModelTask.head
+    head = SFTTask.head if isinstance(config, SFTConfig) else RewardModelTask.head
     check_engine("engine", config.engine, config.model, head, config.trainer.device)
-    harness.run(config, lambda life: attempt(config, life))
+    harness.run(config, lambda lifecycle: attempt(config, lifecycle))
 
 
-def attempt(config: Config, life: Lifetime) -> None:
+def attempt(config: Config, lifecycle: RunLifecycle) -> None:
     """Run once, from the last checkpoint if there is one, in new worker processes; all of them have ended on return."""
-    trainer, run_dir, resume = config.trainer, life.run_dir, harness.resume_from(config, life)
+    trainer, run_dir, resume = config.trainer, lifecycle.run_dir, harness.resume_from(config, lifecycle)
     with ExitStack() as stack:
         backend = stack.enter_context(open_backend(trainer, config.ray_kwargs, config.timeouts, run_dir))
         environment = worker_environment(trainer.deterministic)
         workers = start_workers(backend, trainer, config.timeouts, deterministic=trainer.deterministic, env=environment)
         watchdog, phases = Watchdog(asdict(config.timeouts), run_dir), Phases()
         tokenizer = load_tokenizer(config.model)
-        task: Task = SFT(config, tokenizer) if isinstance(config, SFTConfig) else RewardModelTask(config, tokenizer)
+        task: Task = SFTTask(config, tokenizer) if isinstance(config, SFTConfig) else RewardModelTask(config, tokenizer)
         order, total_steps = harness.data_order(config, len(task))
         announce((*task.notices, order.notice))
         if resume is not None:
             announce(rate_changes(resume, {"optim": (config.optim, 0)}, total_steps, order.steps_per_epoch))
-        tracker = harness.open_tracker(config, life, resume, {"model": workers}, watchdog, phases, total_steps)
+        tracker = harness.open_tracker(config, lifecycle, resume, {"model": workers}, watchdog, phases, total_steps)
         stack.callback(tracker.close)
-        life.started = True
+        lifecycle.started = True
         cut = limits(supervised_cut(config))
         model = start_model(
             workers,
@@ -68,7 +68,7 @@ def attempt(config: Config, life: Lifetime) -> None:
                 grad_clip=config.engine.grad_clip,
                 loss=task.loss,
                 limits=cut,
-                budget=life.budget("model"),
+                budget=lifecycle.budget("model"),
                 steps=total_steps,
                 updates=1,  # optimizer steps per training step
             ),
@@ -76,7 +76,7 @@ def attempt(config: Config, life: Lifetime) -> None:
         )
         run_trainer = harness.build_trainer(
             config,
-            life,
+            lifecycle,
             groups=[workers],
             n_gpus=world_size(trainer),
             tokenizer=tokenizer,
@@ -92,9 +92,9 @@ def attempt(config: Config, life: Lifetime) -> None:
             extra_files=lambda step: task.extra_files(model, step),
         )
         loop = SupervisedLoop(config, run_trainer, task, order, model)
-        with life.stopping, run_trainer.saver:
+        with lifecycle.stopping, run_trainer.saver:
             loop.fit()
-        life.stopping.check()
+        lifecycle.stopping.check()
         # An interrupted run does not get here: check() raises, and an unfinished model is not exported.
         if trainer.export_dir is not None:
             model.export_hf(trainer.export_dir)

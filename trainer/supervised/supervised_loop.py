@@ -42,7 +42,7 @@ class SupervisedLoop:
         """Run one optimizer step on a global mini-batch of T tokens and record its metrics."""
         trainer = self.trainer
         metrics = plain_numbers(self.model.train_step(batch, columns=(), rows=self.task.rows, together=self.task.together))
-        trainer.health.skips.see("model", step, batch, metrics)
+        trainer.health.skipped_updates.record("model", step, batch, metrics)
         self.model.budget.tell(trainer.events, step)
         trainer.metrics |= {name if "/" in name else f"train/{name}": value for name, value in metrics.items()}
         trainer.metrics["training/epoch"] = (step - 1) // self.order.steps_per_epoch

@@ -55,7 +55,7 @@ class Task(Protocol):
         """Files to save with the model after ``step``: {name: content}."""
 
 
-class SFT:
+class SFTTask:
     """Task of supervised fine-tuning. A unit of the data is a row."""
 
     head: Head = "lm"
@@ -104,7 +104,7 @@ class SFT:
         return {}
 
 
-PAIRS_AT_ONCE = 1024  # pairs per forward call; bounds the size of a batch sent to the workers
+PAIRS_PER_FORWARD = 1024  # pairs per forward call; bounds the size of a batch sent to the workers
 
 
 class RewardModelTask:
@@ -167,15 +167,15 @@ class RewardModelTask:
         data = self._data if self._held_out is None else self._held_out
         scores = self._scores(model, step, data)
         of = "train" if self._held_out is None else "validation"
-        told = {"mean": float(scores.mean()), "std": float(scores.std(correction=0)), "answers": scores.numel(), "data": of}
-        return {STATISTICS: json.dumps(told, indent=2).encode()}
+        statistics = {"mean": float(scores.mean()), "std": float(scores.std(correction=0)), "answers": scores.numel(), "data": of}
+        return {STATISTICS: json.dumps(statistics, indent=2).encode()}
 
     def _scores(self, model: RemoteModel, step: int, data: PreferenceDataset) -> Tensor:
         """Scores of chosen and rejected responses, float64 (P, 2). The scores of the last ``step`` are cached."""
         if self._scored is None or self._scored[0] != step:
             found = []
-            for start in range(0, len(data), PAIRS_AT_ONCE):
-                batch = data.batch(range(start, min(start + PAIRS_AT_ONCE, len(data))))
+            for start in range(0, len(data), PAIRS_PER_FORWARD):
+                batch = data.batch(range(start, min(start + PAIRS_PER_FORWARD, len(data))))
                 found.append(model.forward(batch, ["scores"]).rows["scores"].double().view(-1, 2))
             self._scored = step, torch.cat(found)
         return self._scored[1]

@@ -22,12 +22,12 @@ def save_batch(path: Path, batch: Batch, facts: Mapping[str, Any]) -> Path:
 
     facts: JSON about the file, returned by ``load_batch``.
     """
-    said = {
+    header = {
         "facts": facts,
         "meta": batch.meta,
         "objects": {name: batch.objects[name] for name in _KEPT_OBJECTS if name in batch.objects},
     }
-    columns = {"lengths": batch.lengths, _JSON: torch.frombuffer(bytearray(json.dumps(said).encode()), dtype=torch.uint8)}
+    columns = {"lengths": batch.lengths, _JSON: torch.frombuffer(bytearray(json.dumps(header).encode()), dtype=torch.uint8)}
     columns |= {f"tokens.{name}": value for name, value in batch.tokens.items()}
     columns |= {f"rows.{name}": value for name, value in batch.rows.items()}
     partial = path.with_name(path.name + ".partial")
@@ -40,7 +40,7 @@ def load_batch(path: Path) -> tuple[Batch, dict[str, Any]]:
     """Read (batch, facts). Raises ValueError (one line) for a file that ``save_batch`` did not write."""
     try:
         columns = load_file(path)
-        said = json.loads(columns.pop(_JSON).numpy().tobytes())
+        header = json.loads(columns.pop(_JSON).numpy().tobytes())
         lengths = columns.pop("lengths")
     except (SafetensorError, KeyError, ValueError) as error:
         raise ValueError(f"{path} is no dump of a batch: {type(error).__name__}: {error}") from error
@@ -48,4 +48,4 @@ def load_batch(path: Path) -> tuple[Batch, dict[str, Any]]:
     for name, value in columns.items():
         kind, _, column = name.partition(".")
         by_kind[kind][column] = value
-    return Batch(lengths, **by_kind, objects=said["objects"], meta=said["meta"]), said["facts"]
+    return Batch(lengths, **by_kind, objects=header["objects"], meta=header["meta"]), header["facts"]

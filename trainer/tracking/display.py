@@ -164,8 +164,8 @@ class Display:
         answers = self._answers(seconds) if phase in ("gen", "testing") else None
         if answers is not None:
             return f"{doing} {answers}"
-        told = f"{doing} {seconds:.1f} s" + (f" (last {usual:.1f} s)" if usual else "")
-        return f"{told} · {self._phases.progress[phase]()}" if phase in self._phases.progress else told
+        text = f"{doing} {seconds:.1f} s" + (f" (last {usual:.1f} s)" if usual else "")
+        return f"{text} · {self._phases.progress[phase]()}" if phase in self._phases.progress else text
 
     def _answers(self, seconds: float) -> str | None:
         standing = read_progress(self._run_dir)
@@ -173,11 +173,11 @@ class Display:
         # The file keeps the numbers of the last call. If they are complete, or older than this phase, they are of an earlier one.
         if not standing.requested or standing.done == standing.requested or spent > seconds + 1.0:
             return None
-        told = f"{standing.done} of {standing.requested} answers"
+        text = f"{standing.done} of {standing.requested} answers"
         if standing.done and spent > 0:
             left = spent / standing.done * (standing.requested - standing.done)
-            told += f" · {standing.tokens / spent:,.0f} tokens/s · left {clock(left)}"
-        return told
+            text += f" · {standing.tokens / spent:,.0f} tokens/s · left {clock(left)}"
+        return text
 
     def _curves(self) -> list[Text]:
         drawn = []

@@ -184,14 +184,14 @@ class SwanlabLogger:
         id_file = run.run_dir / SWANLAB_ID
         if not id_file.exists():
             id_file.write_text(uuid.uuid4().hex[:21])  # the length of an id of SwanLab
-        goes_on = {} if in_no_cloud(os.environ) else {"id": id_file.read_text(), "resume": "allow"}
+        resume = {} if in_no_cloud(os.environ) else {"id": id_file.read_text(), "resume": "allow"}
         try:
             swanlab.init(
                 project=run.project,
                 experiment_name=run.experiment,
                 config=run.config,
                 logdir=str(run.run_dir / "swanlab"),
-                **goes_on,
+                **resume,
             )
         except (OSError, ValueError, RuntimeError) as error:
             raise LoggerUnavailable(" ".join(str(error).split())) from error
@@ -201,8 +201,8 @@ class SwanlabLogger:
         self.swanlab.log(dict(metrics), step=step)
 
     def log_samples(self, samples: Sequence[Sample], step: int) -> None:
-        told = [self.swanlab.Text(sample["response"], caption=f"{sample['prompt']} ({sample['score']:g})") for sample in samples]
-        self.swanlab.log({"val/generations": told}, step=step)
+        texts = [self.swanlab.Text(sample["response"], caption=f"{sample['prompt']} ({sample['score']:g})") for sample in samples]
+        self.swanlab.log({"val/generations": texts}, step=step)
 
     def go_back(self, step: int) -> None:
         """Do nothing: like W&B, SwanLab keeps the first values of a step."""

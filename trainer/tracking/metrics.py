@@ -67,12 +67,12 @@ def reward_metrics(batch: Batch, data_sources: Collection[str]) -> dict[str, flo
     batch: rows score, finished; objects data_source, reward_extra. data_sources: of the training data; a step may lack some.
     ``reward/<name>/mean`` and ``reward/<name>/std`` are over the responses for which the number was returned.
     """
-    told: dict[str, list[float]] = {}
+    numbers: dict[str, list[float]] = {}
     for extra in batch.objects["reward_extra"]:
         for name, value in extra.items():
-            told.setdefault(name, []).append(value)
+            numbers.setdefault(name, []).append(value)
     metrics = {}
-    for name, values in told.items():
+    for name, values in numbers.items():
         # fsum is exact, so the result does not depend on the order of the rows.
         mean = math.fsum(values) / len(values)
         metrics[f"reward/{name}/mean"] = mean
@@ -139,10 +139,10 @@ def validation_metrics(
     for source in sorted(set(data_sources)):
         mine = [i for i, other in enumerate(data_sources) if other == source]
         columns = {name: [value for i in mine if (value := column[i]) is not None] for name, column in values.items()}
-        told = {name: column for name, column in columns.items() if len(column) == len(mine)}
-        core = "acc" if "acc" in told else "reward"
-        counts |= dict(zip(mine, told[core], strict=True))
-        for name, column in told.items():
+        numbers = {name: column for name, column in columns.items() if len(column) == len(mine)}
+        core = "acc" if "acc" in numbers else "reward"
+        counts |= dict(zip(mine, numbers[core], strict=True))
+        for name, column in numbers.items():
             kind = "core" if name == core else "aux"
             metrics[f"val-{kind}/{source or UNNAMED}/{name}/mean@{n}"] = fmean(_means_by_group([uids[i] for i in mine], column))
     # A mean of means: every prompt has the same weight, whatever its number of responses.

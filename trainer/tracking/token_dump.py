@@ -33,7 +33,7 @@ BROKEN = "\ufffd"  # replacement character: the token ends or begins within a ch
 SHOWN_ROWS = 2  # rows in the report of one step in each tenth of the run
 
 
-class AnswerLog:
+class ResponseLog:
     """Writer of answers.jsonl in a run directory."""
 
     def __init__(self, run_dir: Path, tokenizer: PreTrainedTokenizerBase, total_steps: int, *, forwards: bool) -> None:
@@ -44,7 +44,7 @@ class AnswerLog:
         self._every = max(-(-total_steps // KEPT_STEPS), FORWARD_EVERY if forwards else 1)
         self._forwards = forwards
 
-    def keep(self, step: int, batch: Batch, actor: RemoteModel) -> None:
+    def record(self, step: int, batch: Batch, actor: RemoteModel) -> None:
         """Dump rows of the step, if it is one of those that are kept. Called before the update, which changes the log-probs.
 
         batch: tokens input_ids, response_mask, rollout_log_probs, advantages, and old_log_probs unless ``forwards``; rows uid,
@@ -61,14 +61,14 @@ class AnswerLog:
         else:
             trainers = few.tokens["old_log_probs"]
         lines = [
-            json_line({GLOBAL_STEP: step, **self._told(few, row, trainers)})
+            json_line({GLOBAL_STEP: step, **self._entry(few, row, trainers)})
             for row in spread(few.rows["score"], KEPT_ROWS).tolist()
         ]
         file = LineWriter(self._path)
         file.write("".join(lines))
         file.close()
 
-    def _told(self, batch: Batch, row: int, trainers: Tensor) -> dict[str, Any]:
+    def _entry(self, batch: Batch, row: int, trainers: Tensor) -> dict[str, Any]:
         """One row as JSON. trainers (T,): the trainer's log-probs."""
         start, end = batch.offsets[row : row + 2].tolist()
         start += int(batch.rows["prompt_length"][row])

@@ -119,14 +119,14 @@ class Tracker:
         spans: start, end and pools of the step's phases. calls: calls of workers, with the seconds that each rank took. Calls
         that started before the first span belong to an earlier step and are left out.
         """
-        told = [[span.phase, list(span.pools), round(span.start, 3), round(span.end, 3)] for span in spans]
+        span_rows = [[span.phase, list(span.pools), round(span.start, 3), round(span.end, 3)] for span in spans]
         begun = min((span.start for span in spans), default=0.0)
         work = [
             [call.what, call.pool, round(call.start, 3), [round(end - call.start, 3) for end in call.ends]]
             for call in calls
             if call.start >= begun
         ]
-        self._timeline.write(json_line({GLOBAL_STEP: step, "spans": told, "calls": work}))
+        self._timeline.write(json_line({GLOBAL_STEP: step, "spans": span_rows, "calls": work}))
 
     def log_samples(self, samples: Sequence[Sample], step: int) -> None:
         """Write the first KEPT_SAMPLES validation responses to samples.jsonl; the loggers get the first ``shown_samples``."""

@@ -74,18 +74,18 @@ class Mesh:
     """Assignment of shards to the ranks of a group.
 
     The tp and pp ranks of one replica get the same shard, and one of them returns its result. shard_of_rank[r]: shard of rank
-    r. answers[s]: rank that returns the result of shard s. Raises ValueError if a shard has no rank, or if the rank that
+    r. output_ranks[s]: rank that returns the result of shard s. Raises ValueError if a shard has no rank, or if the rank that
     answers for a shard does not hold it.
     """
 
     shard_of_rank: tuple[int, ...]
-    answers: tuple[int, ...]
+    output_ranks: tuple[int, ...]
 
     def __post_init__(self) -> None:
         shards = set(self.shard_of_rank)
         if shards != set(range(self.n_shards)):
             raise ValueError(f"the mesh has {self.n_shards} answering ranks, its ranks get shards {sorted(shards)}")
-        for shard, rank in enumerate(self.answers):
+        for shard, rank in enumerate(self.output_ranks):
             if not 0 <= rank < self.world_size or self.shard_of_rank[rank] != shard:
                 holders = [r for r, held in enumerate(self.shard_of_rank) if held == shard]
                 raise ValueError(f"rank {rank} cannot answer for shard {shard}: ranks {holders} hold it")
@@ -96,7 +96,7 @@ class Mesh:
 
     @property
     def n_shards(self) -> int:
-        return len(self.answers)
+        return len(self.output_ranks)
 
 
 def split(mesh: Mesh, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Arguments]:

@@ -68,7 +68,7 @@ def weighted(loss: Loss, outputs: dict[str, Tensor], rows: Batch) -> tuple[Tenso
     return torch.where(weight != 0, weight * token_loss, 0.0).sum(), metrics
 
 
-class Answers:
+class ForwardOutputs:
     """Collects the outputs of a forward without gradient; see TrainEngine.forward.
 
     Micro-batches must be taken from ``self.batch``, which has extra columns ``_place``: the index of each token and row in the
@@ -76,7 +76,7 @@ class Answers:
     """
 
     def __init__(self, batch: Batch, outputs: Collection[str], head: Head, vocabulary: int) -> None:
-        assert outputs and set(outputs) <= OUTPUTS[head], f"a {head} head answers {OUTPUTS[head]}"
+        assert outputs and set(outputs) <= OUTPUTS[head], f"a {head} head has the outputs {OUTPUTS[head]}"
         total = batch.total_tokens
         wide = {"top_log_probs": (total, 2), "all_log_probs": (total, vocabulary)}
         self.batch = batch.with_tokens(_place=torch.arange(total)).with_rows(_place=torch.arange(len(batch)))
@@ -90,6 +90,6 @@ class Answers:
                 # Micro-batches reorder rows: scatter by index, not by position.
                 column[place.cpu()] = results[name].float().cpu()
 
-    def whole(self) -> Batch:
+    def batch_of_outputs(self) -> Batch:
         """Return the collected outputs as a Batch with the lengths and meta of the original."""
         return Batch(lengths=self.batch.lengths, tokens=self._tokens, rows=self._rows, meta=dict(self.batch.meta))

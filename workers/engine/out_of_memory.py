@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import torch
 
 # Messages that torch raises as a plain RuntimeError: its CPU allocator, and cuBLAS without memory for its workspace.
-SAYINGS = ("can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED")
+MESSAGES = ("can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED")
 
 
 class OutOfMemory(RuntimeError):
@@ -24,7 +24,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Whether an exception of torch or Python means that memory ran out."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
-    return type(error) is RuntimeError and any(saying in str(error) for saying in SAYINGS)
+    return type(error) is RuntimeError and any(text in str(error) for text in MESSAGES)
 
 
 @contextmanager
@@ -39,8 +39,8 @@ def convert_out_of_memory(undo: Callable[[], None] | None) -> Iterator[None]:
         if not is_out_of_memory(error):
             raise
         traceback.clear_frames(error.__traceback__)  # the frames keep the autograd graph alive
-        said = str(error).splitlines()[0]
+        message = str(error).splitlines()[0]
         if undo is None:
-            raise OutOfMemory(said) from None
+            raise OutOfMemory(message) from None
         undo()
-        raise RepeatableOutOfMemory(said) from None
+        raise RepeatableOutOfMemory(message) from None

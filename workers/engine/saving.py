@@ -56,27 +56,27 @@ def in_threads(work: Callable[[Item], Result], items: Sequence[Item], threads: i
     # All threads take items from one iterator, so a slow item delays only its own thread.
     waiting, results = iter([*enumerate(items)]), {}
 
-    def work_on() -> None:
+    def run_items() -> None:
         for i, item in waiting:
             results[i] = work(item)
 
-    at_work = [in_background(work_on) for _ in range(min(threads, len(items)))]
-    wait(at_work)
-    for thread in at_work:
+    running = [in_background(run_items) for _ in range(min(threads, len(items)))]
+    wait(running)
+    for thread in running:
         thread.result()
     return [results[i] for i in range(len(items))]
 
 
 def read_ahead(read: Callable[[Item], Result], items: Iterable[Item], threads: int) -> Iterator[Result]:
     """Yield ``read(item)`` in order, while ``threads`` threads read at most ``threads`` items ahead of the consumer."""
-    under_way: deque[Future[Result]] = deque()
+    pending: deque[Future[Result]] = deque()
     with ThreadPoolExecutor(threads) as pool:
         for item in items:
-            under_way.append(pool.submit(read, item))
-            if len(under_way) > threads:
-                yield under_way.popleft().result()
-        while under_way:
-            yield under_way.popleft().result()
+            pending.append(pool.submit(read, item))
+            if len(pending) > threads:
+                yield pending.popleft().result()
+        while pending:
+            yield pending.popleft().result()
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> SavedFile:

@@ -47,7 +47,7 @@ def shortage(size: int) -> str | None:
         wanted = sum(size for name, size, *_ in ranks if name == host)
         usable, whose = min((usable, whose) for name, _, usable, whose in ranks if name == host)
         if wanted > usable:
-            room = f"the {whose}'s memory has room for {max(usable, 0.0) / GB:.3g} GB, beside {SPARE:.0%} that stay free"
+            room = f"the {whose}'s memory has room for {max(usable, 0.0) / GB:.3g} GB, in addition to {SPARE:.0%} that stay free"
             return f"copies of {wanted / GB:.3g} GB on {host}: {room}"
     return None
 

@@ -85,8 +85,8 @@ def tensors_in(file: Path) -> dict[str, Stored]:
         length = int.from_bytes(opened.read(8), "little")
         header = json.loads(opened.read(length))
     header.pop("__metadata__", None)
-    if strange := next((name for name, entry in header.items() if entry["dtype"] not in TYPES), None):
-        raise ValueError(f"{file}: {strange} is stored as {header[strange]['dtype']}; known types are {', '.join(TYPES)}")
+    if unknown := next((name for name, entry in header.items() if entry["dtype"] not in TYPES), None):
+        raise ValueError(f"{file}: {unknown} is stored as {header[unknown]['dtype']}; known types are {', '.join(TYPES)}")
     return {
         name: Stored(file, 8 + length + entry["data_offsets"][0], TYPES[entry["dtype"]], tuple(entry["shape"]))
         for name, entry in header.items()

@@ -148,7 +148,7 @@ class MemoryScheduler:
         self.phase = phase
 
     @contextmanager
-    def visit(self, role: str) -> Iterator[None]:
+    def parameters_on_device(self, role: str) -> Iterator[None]:
         """Keep the role's parameters on the device within the block, in whatever phase: to save them."""
         resident = self._resident_models[role]
         resident.engine.move(params="device")

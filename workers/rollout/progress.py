@@ -13,16 +13,16 @@ from pathlib import Path
 from typing import NamedTuple
 
 SECONDS = 0.1  # minimum interval between writes
-_NUMBERS = struct.Struct("<qqqd")
+_RECORD = struct.Struct("<qqqd")
 
 
 class ProgressCounts(NamedTuple):
-    """done: finished responses. asked: requested responses. tokens: total of the finished ones. begun: seconds since 1970."""
+    """done, requested: numbers of responses. tokens: total of the finished responses. started: seconds since 1970."""
 
     done: int
-    asked: int
+    requested: int
     tokens: int
-    begun: float
+    started: float
 
 
 class Progress:
@@ -33,16 +33,16 @@ class Progress:
         path.parent.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT, 0o644)
-        self._asked, self._begun, self._next = 0, 0.0, 0.0
+        self._requested, self._started, self._next = 0, 0.0, 0.0
 
-    def begin(self, asked: int) -> None:
-        """Start a generation of ``asked`` responses."""
-        self._asked, self._begun = asked, time.time()
+    def begin(self, requested: int) -> None:
+        """Start a generation of ``requested`` responses."""
+        self._requested, self._started = requested, time.time()
         self._write(0, 0)
 
-    def tell(self, done: int, tokens: int) -> None:
+    def record(self, done: int, tokens: int) -> None:
         """Record progress; writes at most every SECONDS, and always the last response, so that every engine step may call it."""
-        if done == self._asked or time.monotonic() >= self._next:
+        if done == self._requested or time.monotonic() >= self._next:
             self._write(done, tokens)
 
     def close(self) -> None:
@@ -50,7 +50,7 @@ class Progress:
 
     def _write(self, done: int, tokens: int) -> None:
         self._next = time.monotonic() + SECONDS
-        os.pwrite(self._file, _NUMBERS.pack(done, self._asked, tokens, self._begun), 0)
+        os.pwrite(self._file, _RECORD.pack(done, self._requested, tokens, self._started), 0)
 
 
 def progress_file(run_dir: Path, engine: int) -> Path:
@@ -59,11 +59,11 @@ def progress_file(run_dir: Path, engine: int) -> Path:
 
 
 def read_progress(run_dir: Path) -> ProgressCounts:
-    """Sum the progress of all engines whose files this machine can read; ``begun`` is the earliest of them."""
+    """Sum the progress of all engines whose files this machine can read; ``started`` is the earliest of them."""
     files = (run_dir / "logs" / "progress").glob("engine_*")
     # A file of another size was created a moment ago and not written yet.
-    found = [_NUMBERS.unpack(told) for path in files if len(told := path.read_bytes()) == _NUMBERS.size]
+    found = [_RECORD.unpack(data) for path in files if len(data := path.read_bytes()) == _RECORD.size]
     if not found:
         return ProgressCounts(0, 0, 0, 0.0)
-    done, asked, tokens, begun = zip(*found, strict=True)
-    return ProgressCounts(sum(done), sum(asked), sum(tokens), min(begun))
+    done, requested, tokens, started = zip(*found, strict=True)
+    return ProgressCounts(sum(done), sum(requested), sum(tokens), min(started))

@@ -235,8 +235,8 @@ def compare_identity(weights: Sequence[HeldWeight], shared: Mapping[str, Tensor]
     """Verify shared weights: the engine's tensors must be the trainer's own (same address, shape and dtype)."""
     for held in weights:
         for name, got in zip(held.names, held.read(0, held.lines), strict=True):
-            theirs = shared[name]
-            if (got.data_ptr(), got.shape, got.dtype) == (theirs.data_ptr(), torch.atleast_1d(theirs).shape, theirs.dtype):
+            source = shared[name]
+            if (got.data_ptr(), got.shape, got.dtype) == (source.data_ptr(), torch.atleast_1d(source).shape, source.dtype):
                 found.nbytes += got.nbytes
             else:
                 found.wrong[name] = got.numel(), got.numel(), math.inf

@@ -75,7 +75,7 @@ def test_steps_that_were_done_again_fail(tmp_path: Path) -> None:
 def test_what_lacks_gpus_or_a_base_is_skipped_and_does_not_pass(tmp_path: Path) -> None:
     row = BY_NAME["ulysses-4"]
     found = result_of(row, row.stages[0], machine(tmp_path), [])
-    assert (found["result"], found["why"]) == ("skipped", "4 GPUs are wanted, 2 are there")
+    assert (found["result"], found["why"]) == ("skipped", "needs 4 GPUs, 2 are available")
     row, failed = BY_NAME["quick-kill-driver"], {"row": "quick-grpo", "stage": "run", "result": "failed"}
     found = result_of(row, row.stages[0], machine(tmp_path), [failed])
     assert (found["result"], found["why"][:21]) == ("skipped", "quick-grpo has failed")

@@ -13,7 +13,7 @@ from trainer.algorithms.moments import RunningMoments, whitened
 def test_moments_of_parts_equal_moments_of_the_whole(parts: list[list[float]]) -> None:
     moments = RunningMoments()
     for part in parts:
-        moments.see(torch.tensor(part, dtype=torch.float64))
+        moments.update(torch.tensor(part, dtype=torch.float64))
     whole = torch.tensor([value for part in parts for value in part], dtype=torch.float64)
     assert moments.mean == pytest.approx(float(whole.mean()) if len(whole) else 0.0, abs=1e-9)
     if len(whole) > 1 and whole.std() > 1e-3:
@@ -25,9 +25,9 @@ def test_moments_of_parts_equal_moments_of_the_whole(parts: list[list[float]]) -
 
 def test_non_finite_values_are_ignored() -> None:
     moments, clean = RunningMoments(), RunningMoments()
-    moments.see(torch.tensor([1.0, float("nan"), 3.0, float("inf")]))
-    moments.see(torch.tensor([float("nan")]))
-    clean.see(torch.tensor([1.0, 3.0]))
+    moments.update(torch.tensor([1.0, float("nan"), 3.0, float("inf")]))
+    moments.update(torch.tensor([float("nan")]))
+    clean.update(torch.tensor([1.0, 3.0]))
     assert moments == clean
 
 

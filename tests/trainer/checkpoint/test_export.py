@@ -53,10 +53,10 @@ def test_the_actor_answers_as_it_was_trained(place: str, task: Path, run_dir: Pa
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model").eval()
     assert torch.equal(log_probs(model), log_probs(trained(task, run_dir)))
     assert not torch.equal(log_probs(model), log_probs(AutoModelForCausalLM.from_pretrained(task / "base").eval()))
-    ours, base = (AutoTokenizer.from_pretrained(path) for path in (tmp_path / "model", task / "base"))
+    actual, base = (AutoTokenizer.from_pretrained(path) for path in (tmp_path / "model", task / "base"))
     chat = [{"role": "user", "content": "31"}]
-    assert ours.get_vocab() == base.get_vocab() and ours.chat_template == base.chat_template
-    assert ours.apply_chat_template(chat, tokenize=False) == base.apply_chat_template(chat, tokenize=False)
+    assert actual.get_vocab() == base.get_vocab() and actual.chat_template == base.chat_template
+    assert actual.apply_chat_template(chat, tokenize=False) == base.apply_chat_template(chat, tokenize=False)
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
@@ -68,9 +68,9 @@ def test_the_critic_is_a_token_classifier(run_dir: Path, tmp_path: Path) -> None
     assert torch.equal(critic.score.weight, load_file(shard)["model.score.weight"])
 
 
-def test_what_cannot_be_exported_is_said_in_one_line(run_dir: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_be_exported_is_stated_in_one_line(run_dir: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "there").mkdir()
-    for words, told in (
+    for words, reported in (
         (["checkpoint=nowhere"], "checkpoint=nowhere: there is no such directory"),
         ([f"checkpoint={tmp_path}"], "neither a checkpoint nor a run directory that has one; trainer.save_freq=50 writes some"),
         ([f"checkpoint={run_dir}", "role=ref"], "role=ref: "),
@@ -78,7 +78,7 @@ def test_what_cannot_be_exported_is_said_in_one_line(run_dir: Path, tmp_path: Pa
     ):
         assert main_export.PROGRAM([f"output={tmp_path / 'model'}", *words]) == 2
         (line,) = capfd.readouterr().err.splitlines()
-        assert told in line
+        assert reported in line
     assert not (tmp_path / "model").exists()
 
 

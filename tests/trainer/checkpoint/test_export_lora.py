@@ -49,9 +49,9 @@ def greedy(model: nn.Module) -> list[int]:
 
 def test_an_adapter_is_a_directory_of_pefts(task: Path, run_dir: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert export(tmp_path / "adapter", f"checkpoint={run_dir}") == 0
-    told, names = capfd.readouterr().out, {path.name for path in (tmp_path / "adapter").iterdir()}
+    reported, names = capfd.readouterr().out, {path.name for path in (tmp_path / "adapter").iterdir()}
     assert names >= {"adapter_config.json", "adapter_model.safetensors", "tokenizer.json"} and "config.json" not in names
-    assert f"weights of its adapter in {tmp_path}" in told
+    assert f"weights of its adapter in {tmp_path}" in reported
     base = AutoModelForCausalLM.from_pretrained(task / "base")
     before = logits(base)
     model = PeftModel.from_pretrained(base, tmp_path / "adapter")

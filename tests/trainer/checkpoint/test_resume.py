@@ -131,17 +131,17 @@ DAMAGE = {
 
 @pytest.mark.parametrize("kind", DAMAGE)
 def test_a_damaged_checkpoint_is_named_and_the_one_before_it_taken(kind: str, tmp_path: Path) -> None:
-    file, spoil, told = DAMAGE[kind]
+    file, spoil, output = DAMAGE[kind]
     save(tmp_path, 2, 4, 6)
     spoil(tmp_path / "global_step_6" / file)
-    with pytest.raises(ValueError, match=told.replace("no manifest.json in it", "no manifest.json")):
+    with pytest.raises(ValueError, match=output.replace("no manifest.json in it", "no manifest.json")):
         resume(tmp_path / "other", "resume_path", tmp_path / "global_step_6")
     checkpoint = find_latest(tmp_path)
     assert checkpoint is not None and checkpoint.step == 4 and is_whole(checkpoint.path, 4)
     (event,) = read_lines(tmp_path / EVENTS)
     assert (event["step"], event["kind"]) == (6, "damaged checkpoint")
     assert (
-        re.search(told, event["text"])
+        re.search(output, event["text"])
         and "global_step_6" in event["text"]
         and event["text"].endswith("the one before it is taken")
     )
@@ -162,9 +162,9 @@ def test_when_no_checkpoint_is_whole_nothing_starts_anew_by_itself(tmp_path: Pat
 def test_who_asks_may_be_told_himself(tmp_path: Path) -> None:
     save(tmp_path, 2, 4)
     one_bit(tmp_path / "global_step_4/actor/shard-0.safetensors")
-    told: list[tuple[int, str]] = []
-    checkpoint = find_latest(tmp_path, lambda step, text: told.append((step, text)))
-    assert checkpoint is not None and checkpoint.step == 2 and told[0][0] == 4
+    output: list[tuple[int, str]] = []
+    checkpoint = find_latest(tmp_path, lambda step, text: output.append((step, text)))
+    assert checkpoint is not None and checkpoint.step == 2 and output[0][0] == 4
     assert not (tmp_path / EVENTS).exists()
 
 
@@ -196,7 +196,7 @@ def test_what_is_here_counts_before_what_is_elsewhere(tmp_path: Path) -> None:
     assert resolve_resume("disable", None, tmp_path / "third", str(tmp_path / "elsewhere")) is None
 
 
-def test_a_run_may_go_on_from_an_address(tmp_path: Path) -> None:
+def test_a_run_may_continue_from_an_address(tmp_path: Path) -> None:
     save(tmp_path / "run", 2, 4)
     checkpoint = resolve_resume("resume_path", f"file://{tmp_path}/run/global_step_2", tmp_path / "new")
     assert checkpoint is not None and checkpoint.path == tmp_path / "new/fetched/global_step_2" and is_whole(checkpoint.path, 2)
@@ -221,7 +221,7 @@ def changed(key: str, value: object) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("key", "value", "said"),
+    ("key", "value", "message"),
     [
         ("actor_rollout_ref.actor.optim.lr", 2e-6, "actor_rollout_ref.actor.optim.lr: 1e-06 -> 2e-06"),
         ("data.train_files", ["b.parquet"], r'data.train_files: \["a.parquet"\] -> \["b.parquet"\]'),
@@ -229,8 +229,8 @@ def changed(key: str, value: object) -> dict[str, Any]:
         ("data.train_batch_size", None, "data.train_batch_size: 32 -> null"),
     ],
 )
-def test_a_change_that_reaches_the_training_is_refused(key: str, value: object, said: str) -> None:
-    with pytest.raises(ValueError, match=said):
+def test_a_change_that_reaches_the_training_is_refused(key: str, value: object, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         check_config(CONFIG, changed(key, value))
 
 
@@ -254,9 +254,9 @@ def test_all_refused_changes_are_named_at_once() -> None:
         ("reward.models.helpful.urls", []),
     ],
 )
-def test_a_change_that_does_not_is_told(key: str, value: object) -> None:
-    (told,) = check_config(CONFIG, changed(key, value))
-    assert told.startswith(f"{key}: ") and told.endswith(f" -> {value}")
+def test_a_change_that_does_not_is_reported(key: str, value: object) -> None:
+    (output,) = check_config(CONFIG, changed(key, value))
+    assert output.startswith(f"{key}: ") and output.endswith(f" -> {value}")
 
 
 def test_a_tuple_equals_the_list_it_was_saved_as_and_a_secret_its_stars(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ import trainer
 from tests.layout.source import ROOT
 from tests.trainer.checkpoints import CONFIG, ROLES, content, is_whole, models, names, save, saver, wait_for_threads
 from trainer.checkpoint.resume import check_config, find_latest, resolve_resume
-from trainer.run.errors import Found, NotSaved
+from trainer.run.errors import CheckFailed, NotSaved
 from trainer.run.run_dir import EVENTS, read_lines, start_run
 
 LATEST = "latest_checkpointed_iteration.txt"
@@ -179,7 +179,7 @@ def test_killed_with_9_while_threads_write_the_checkpoint_before_is_there(tmp_pa
     assert resume(tmp_path) == 4
 
 
-def test_what_a_save_took_is_told_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_a_save_took_is_reported_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """In a metrics line after it is complete, or at the end of the run."""
     saving = saver(tmp_path, async_save=True)
     assert saving.seconds() == 0.0 and saving.figures() == {}
@@ -187,7 +187,7 @@ def test_what_a_save_took_is_told_once(tmp_path: Path, capsys: pytest.CaptureFix
     saving.save(2, models(2, gate=gate, seconds=4.0), {}, {})
     assert saving.figures() == {} and 0.0 < saving.seconds() < 4.0
     gate.set_result(None)
-    saving.settle()
+    saving.finish_pending()
     size = sum(len(content(role, rank, 2)) for role in ROLES for rank in range(2)) / 1e9
     figures = saving.figures()
     assert 0.0 < figures.pop("timing_s/save_checkpoint") < 4.0 < saving.seconds()
@@ -206,7 +206,7 @@ def test_where_training_waits_models_are_written_one_after_the_other(tmp_path: P
     assert saving.figures()["perf/checkpoint_write_s"] == 8.0 and saving.seconds() < 4.0
 
 
-def test_a_save_that_did_not_fit_into_memory_is_told(tmp_path: Path) -> None:
+def test_a_save_that_did_not_fit_into_memory_is_reported(tmp_path: Path) -> None:
     saving = saver(tmp_path, async_save=True)
     saving.save(2, models(2, waited_for="copies of 60 GB on one: no room"), {}, {})
     saving.finish()
@@ -219,7 +219,7 @@ def test_old_checkpoints_go_only_after_the_new_one_is_whole(tmp_path: Path) -> N
     save(tmp_path, 2)
     saving = saver(tmp_path, actor=1, async_save=True)
     saving.save(4, models(4, gate=gate), {}, {})
-    saving.settle(patient=False)
+    saving.finish_pending(patient=False)
     assert is_whole(tmp_path / "global_step_2", 2) and (tmp_path / LATEST).read_text() == "2"
     gate.set_result(None)
     saving.finish()
@@ -253,7 +253,7 @@ def test_the_best_is_never_deleted(best_metric: str, values: list[float], best: 
     assert [step for step, _ in named] == ([1, 2, 4] if best == 4 else [1, 2])
 
 
-def test_a_step_without_the_metric_is_not_compared_and_that_is_told_once(tmp_path: Path) -> None:
+def test_a_step_without_the_metric_is_not_compared_and_that_is_reported_once(tmp_path: Path) -> None:
     saving = saver(tmp_path, best_metric="val/acuracy")
     for step in (1, 2):
         saving.save(step, models(step), {}, {"val/accuracy": 1.0})
@@ -274,13 +274,13 @@ def test_going_back_before_the_best_forgets_it(tmp_path: Path) -> None:
     assert (tmp_path / BEST).read_text() == "2"
 
 
-def test_in_the_background_it_is_written_while_the_run_goes_on(tmp_path: Path) -> None:
+def test_in_the_background_it_is_written_while_the_run_continues(tmp_path: Path) -> None:
     gate: Future[None] = Future()
     saving, state = saver(tmp_path, async_save=True), {"kl": {"coefficient": 0.1}}
     saving.save(2, models(2, gate=gate), state, {})
     state["kl"]["coefficient"] = 0.2
     for _ in range(3):
-        saving.settle(patient=False)
+        saving.finish_pending(patient=False)
     assert names(tmp_path) == {"global_step_2.incomplete"}, "the ranks are still at it"
     gate.set_result(None)
     saving.save(4, models(4), state, {})
@@ -343,24 +343,24 @@ def test_what_is_ready_is_completed_after_a_step(tmp_path: Path) -> None:
     saving.save(2, written, {}, {})
     for model in written.values():
         model.saved()
-    saving.settle(patient=False)
+    saving.finish_pending(patient=False)
     assert resume(tmp_path) == 2
 
 
 @pytest.mark.parametrize("background", [False, True], ids=["waiting", "background"])
-def test_a_full_disk_is_told_and_the_next_save_tried(
+def test_a_full_disk_is_reported_and_the_next_save_tried(
     background: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     saving = saver(tmp_path, actor=1, critic=1, async_save=background)
     saving.save(2, models(2), {}, {})
     saving.save(4, models(4, problem=FULL), {}, {})
-    saving.settle()
+    saving.finish_pending()
     assert checkpoints(tmp_path) == {"global_step_2"} and is_whole(tmp_path / "global_step_2", 2)
     no_space = "[Errno 28] No space left on device"
-    said = f"not saved: {no_space}; {no_space}; the run goes on, the next save is tried"
+    message = f"not saved: {no_space}; {no_space}; the run continues, the next save is tried"
     if not background:  # the second model was not even asked
-        said = f"not saved: {no_space}; the run goes on, the next save is tried"
-    assert told(tmp_path) == [(4, "checkpoint", said)] and said in capsys.readouterr().err
+        message = f"not saved: {no_space}; the run continues, the next save is tried"
+    assert told(tmp_path) == [(4, "checkpoint", message)] and message in capsys.readouterr().err
     saving.save(6, models(6), {}, {})
     saving.finish()
     assert checkpoints(tmp_path) == {"global_step_6"} and resume(tmp_path) == 6
@@ -389,11 +389,11 @@ def test_a_disk_that_is_full_when_the_controller_writes(place: str, tmp_path: Pa
 
 def test_a_run_that_an_alarm_ends_has_what_it_saved(tmp_path: Path) -> None:
     gate: Future[None] = Future()
-    with pytest.raises(Found), saver(tmp_path, async_save=True) as saving:
+    with pytest.raises(CheckFailed), saver(tmp_path, async_save=True) as saving:
         saving.save(2, models(2, gate=gate), {}, {})
         assert checkpoints(tmp_path) == {"global_step_2.incomplete"}
         gate.set_result(None)
-        raise Found("an alarm")
+        raise CheckFailed("an alarm")
     assert checkpoints(tmp_path) == {"global_step_2"} and resume(tmp_path) == 2
 
 
@@ -442,7 +442,7 @@ def test_as_many_copies_are_kept_as_asked_for_and_all_by_default(tmp_path: Path)
         assert {kind for _, kind, _ in told(run_dir)} == {"best checkpoint"}
 
 
-def test_a_copy_that_cannot_be_removed_is_told_and_no_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_copy_that_cannot_be_removed_is_reported_and_no_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(self: object, *words: object, **how: object) -> None:
         raise PermissionError("append only")
 
@@ -455,7 +455,7 @@ def test_a_copy_that_cannot_be_removed_is_told_and_no_problem(tmp_path: Path, mo
     assert resume(tmp_path / "copies") is None and checkpoints(tmp_path / "copies") == {"global_step_1", "global_step_2"}
 
 
-def test_copies_are_made_and_one_that_fails_is_told(tmp_path: Path) -> None:
+def test_copies_are_made_and_one_that_fails_is_reported(tmp_path: Path) -> None:
     elsewhere = tmp_path / "elsewhere"
     for background in (False, True):
         run_dir = tmp_path / f"run_{background}"

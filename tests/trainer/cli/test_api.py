@@ -48,10 +48,10 @@ def test_callbacks_see_every_step_and_the_end(task: Path, tmp_path: Path) -> Non
     )
     seen = Seen()
     result = run_ppo(words, callbacks=[seen, Callback()])
-    (begin, config), *between, (end, told) = seen.calls
+    (begin, config), *between, (end, output) = seen.calls
     assert begin == "begin" and isinstance(config, PPOConfig) and config.trainer.default_local_dir == str(tmp_path)
     assert between == [("validation", 0), ("step", 1), ("validation", 2), ("step", 2)]
-    assert end == "end" and told is result and result.run_dir == tmp_path
+    assert end == "end" and output is result and result.run_dir == tmp_path
     written = metrics_of(tmp_path)
     assert seen.steps == written[1:]
     assert result.metrics == written[0] | written[1] | written[2]
@@ -88,7 +88,7 @@ def test_what_a_callback_raises_ends_the_run_and_comes_out(task: Path, tmp_path:
 
 
 @pytest.mark.parametrize(
-    ("words", "error", "said"),
+    ("words", "error", "message"),
     [
         (["trainer.sed=1"], ConfigError, "trainer.sed: there is no such key; did you mean"),
         (["recipe=quickstart", "data.train_batch_size=-1"], ConfigError, "data.train_batch_size=-1"),
@@ -101,9 +101,9 @@ def test_what_a_callback_raises_ends_the_run_and_comes_out(task: Path, tmp_path:
         ),
     ],
 )
-def test_what_cannot_work_is_raised_before_anything_begins(words: list[str], error: type[Exception], said: str) -> None:
+def test_what_cannot_work_is_raised_before_anything_begins(words: list[str], error: type[Exception], message: str) -> None:
     seen = Seen()
-    with pytest.raises(error, match=re.escape(said)):
+    with pytest.raises(error, match=re.escape(message)):
         run_ppo(words, callbacks=[seen])
     assert seen.calls == []
 

@@ -168,12 +168,12 @@ def test_nothing_is_wrong_with_the_line_that_is_broken(task: Path, capsys: pytes
     assert PROGRAMS["ppo"](valid(task)) == 0, capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("words", "said"), [*FILES, *LATE])
+@pytest.mark.parametrize(("words", "message"), [*FILES, *LATE])
 def test_what_is_not_there(
-    words: str, said: str, task: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    words: str, message: str, task: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HOME", str(task))
-    check("ppo", [*valid(task), *of(words, task).split()], [of(said, task)], capsys)
+    check("ppo", [*valid(task), *of(words, task).split()], [of(message, task)], capsys)
 
 
 @pytest.mark.parametrize("words", FINE)
@@ -191,10 +191,10 @@ def test_one_mistake_is_one_line(words: str, task: Path) -> None:
     assert line.startswith((f"{MODEL}.path={task}/gone: ", f"data.train_files={task}/torn.parquet: "))
 
 
-@pytest.mark.parametrize(("words", "said"), OTHERS)
-def test_other_programs(words: str, said: str, task: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(("words", "message"), OTHERS)
+def test_other_programs(words: str, message: str, task: Path, capsys: pytest.CaptureFixture[str]) -> None:
     program, *argv = of(words, task).split()
-    check(program, argv, [of(said, task)], capsys)
+    check(program, argv, [of(message, task)], capsys)
 
 
 @pytest.mark.parametrize("words", ["data.train_files=gone.parquet", f"{KEY}.path={{task}}/raises.py"])

@@ -13,7 +13,7 @@ from configs.base.keys import CONFIG_DIR, described
 from configs.schema.supervised import SFTConfig
 from tests.broken import PROGRAMS
 from trainer.cli.program import Program
-from trainer.run.errors import Found, NotSaved, Stopped
+from trainer.run.errors import CheckFailed, NotSaved, Stopped
 from trainer.run.run_dir import GLOBAL_STEP, LATEST, METRICS, json_line, write_config
 from trainer.run.run_status import write_outcome
 from workers.controller.group import PhaseTimeout, WorkerError
@@ -21,7 +21,7 @@ from workers.controller.group import PhaseTimeout, WorkerError
 ROOT = CONFIG_DIR.parent
 
 
-def program(run: Any = lambda config, told: None, check: Any = lambda config, typed: []) -> Program[SFTConfig]:
+def program(run: Any = lambda config, output: None, check: Any = lambda config, typed: []) -> Program[SFTConfig]:
     return Program(
         name="trainer.main_sft",
         about="About.",
@@ -35,26 +35,26 @@ def program(run: Any = lambda config, told: None, check: Any = lambda config, ty
 
 
 def raising(error: BaseException) -> Program[SFTConfig]:
-    def run(config: SFTConfig, told: list[str]) -> None:
+    def run(config: SFTConfig, output: list[str]) -> None:
         raise error
 
     return program(run)
 
 
-def test_a_run_gets_the_configuration_and_what_the_user_was_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_gets_the_configuration_and_the_warnings(capsys: pytest.CaptureFixture[str]) -> None:
     seen: list[Any] = []
-    main = program(lambda config, told: seen.append((config, told)), lambda config, typed: [f"typed {sorted(typed)}"])
+    main = program(lambda config, output: seen.append((config, output)), lambda config, typed: [f"typed {sorted(typed)}"])
     assert main(["optim.lr=1", "use_remove_padding=True"]) == 0
-    ((config, told),) = seen
+    ((config, output),) = seen
     assert isinstance(config, SFTConfig) and config.optim.lr == 1.0
-    assert told == ["use_remove_padding is left out: no batch is ever padded", "typed ['optim.lr']"]
-    assert capsys.readouterr().err.splitlines() == [f"note: {line}" for line in told]
+    assert output == ["use_remove_padding is left out: no batch is ever padded", "typed ['optim.lr']"]
+    assert capsys.readouterr().err.splitlines() == [f"note: {line}" for line in output]
 
 
 def test_a_run_that_has_ended_is_not_started_to_find_that_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     seen: list[str] = []
 
-    def run(config: SFTConfig, told: list[str]) -> None:
+    def run(config: SFTConfig, output: list[str]) -> None:
         seen.append(config.trainer.resume_mode)
         write_config(tmp_path, asdict(config))
         (tmp_path / METRICS).write_text(json_line({GLOBAL_STEP: 7}))
@@ -75,7 +75,7 @@ def test_a_run_that_has_ended_is_not_started_to_find_that_out(tmp_path: Path, ca
 
 
 def test_what_a_run_finds_to_be_wrong_is_a_line_each_and_exit_code_3(capsys: pytest.CaptureFixture[str]) -> None:
-    assert raising(Found("one\ntwo"))([]) == 3
+    assert raising(CheckFailed("one\ntwo"))([]) == 3
     assert capsys.readouterr().err.splitlines() == ["error: one", "error: two"]
 
 
@@ -98,7 +98,7 @@ def test_a_wrong_word_is_one_line_and_exit_code_2(
 
 
 @pytest.mark.parametrize("error", [ValueError("two\n  lines"), FileNotFoundError("two lines")])
-def test_what_the_user_can_mend_is_one_line_and_exit_code_2(error: Exception, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_the_user_can_fix_is_one_line_and_exit_code_2(error: Exception, capsys: pytest.CaptureFixture[str]) -> None:
     assert raising(error)([]) == 2
     assert capsys.readouterr().err == "error: two lines (trainer.full_traceback=true shows where)\n"
     assert raising(error)(["trainer.full_traceback=true"]) == 2
@@ -106,7 +106,7 @@ def test_what_the_user_can_mend_is_one_line_and_exit_code_2(error: Exception, ca
 
 
 @pytest.mark.parametrize("words", [[], ["trainer.full_traceback=true"]])
-def test_an_error_tells_no_secret(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_error_reports_no_secret(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert raising(ValueError("no answer from https://me:s3cret@host/v1"))(words) == 2
     err = capsys.readouterr().err
     assert "s3cret" not in err and "no answer from https://" in err and ("Traceback" in err) == bool(words)
@@ -145,19 +145,19 @@ def test_what_says_where_itself_needs_no_traceback(error: Exception, capsys: pyt
 def test_ctrl_c_has_no_traceback(capsys: pytest.CaptureFixture[str]) -> None:
     assert raising(KeyboardInterrupt())([]) == 130
     assert capsys.readouterr().err == "interrupted\n"
-    assert raising(KeyboardInterrupt("it goes on from here"))([]) == 130
-    assert capsys.readouterr().err == "interrupted; it goes on from here\n"
+    assert raising(KeyboardInterrupt("it resumes from here"))([]) == 130
+    assert capsys.readouterr().err == "interrupted; it resumes from here\n"
 
 
 @pytest.mark.parametrize("words", [[], ["trainer.seed=2"]])
-def test_who_asks_for_nothing_is_told_where_help_is(
+def test_a_command_without_arguments_points_to_help(
     words: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["a program", *words])
     with pytest.raises(SystemExit, match="2"):
         raising(ValueError("no data")).main()
-    told = f"note: nothing was asked for; python -m {raising(ValueError()).name} --help has examples\n"
-    assert capsys.readouterr().err.endswith(told) is (words == [])
+    output = f"note: nothing was asked for; python -m {raising(ValueError()).name} --help has examples\n"
+    assert capsys.readouterr().err.endswith(output) is (words == [])
 
 
 @pytest.mark.parametrize("code", [0, 4, 143])
@@ -166,7 +166,7 @@ def test_a_run_that_was_stopped_says_so_in_a_line(capsys: pytest.CaptureFixture[
     assert capsys.readouterr().err == "stopped after step 3\n"
 
 
-def test_what_a_check_finds_is_told_before_anything_runs(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_a_check_finds_is_reported_before_anything_runs(capsys: pytest.CaptureFixture[str]) -> None:
     def check(config: SFTConfig, typed: Any) -> list[str]:
         raise ValueError("one\ntwo")
 
@@ -184,7 +184,7 @@ def test_jobs_of_a_sweep_run_on_when_one_fails(tmp_path: Path, monkeypatch: pyte
     monkeypatch.chdir(tmp_path)
     seen: list[str] = []
 
-    def run(config: SFTConfig, told: list[str]) -> None:
+    def run(config: SFTConfig, output: list[str]) -> None:
         seen.append(config.trainer.default_local_dir)
         if config.trainer.seed == 1:
             raise ValueError("the first")
@@ -200,9 +200,9 @@ def test_help_is_a_page(program: Program[Any]) -> None:
     lines = page.splitlines()
     assert max(map(len, lines)) <= 80 and len(lines) <= 60
     assert len(program.often_used) <= 10
-    said = described(CONFIG_DIR / f"{program.root}.yaml")
+    message = described(CONFIG_DIR / f"{program.root}.yaml")
     words = " ".join(page.split())
-    assert all(f"{key}={said[key].value}\n" in page and said[key].comment in words for key in program.often_used)
+    assert all(f"{key}={message[key].value}\n" in page and message[key].comment in words for key in program.often_used)
     assert ("\n  none\n" in page) == (not groups_of(program.root))
     for group in groups_of(program.root):
         for path in (CONFIG_DIR / group).glob("*.yaml"):
@@ -228,9 +228,9 @@ def test_a_full_dry_run_calls_the_plan_after_the_files_were_looked_at(capsys: py
 @pytest.mark.parametrize("marker", ["__init__.py", None])
 def test_the_guard_names_both_paths(name: str, marker: str | None, tmp_path: Path) -> None:
     """A folder of the user's in the working directory comes first on sys.path, and hides ours."""
-    theirs = tmp_path / name / marker if marker else tmp_path / f"{name}.py"
-    theirs.parent.mkdir(exist_ok=True)
-    theirs.touch()
+    expected = tmp_path / name / marker if marker else tmp_path / f"{name}.py"
+    expected.parent.mkdir(exist_ok=True)
+    expected.touch()
     result = subprocess.run(
         [sys.executable, "-c", "import trainer"],
         cwd=tmp_path,
@@ -250,7 +250,7 @@ def test_a_signal_to_one_job_of_a_sweep_is_for_those_that_are_left_too(
     monkeypatch.chdir(tmp_path)
     seen: list[str] = []
 
-    def run(config: SFTConfig, told: list[str]) -> None:
+    def run(config: SFTConfig, output: list[str]) -> None:
         seen.append(config.trainer.default_local_dir)
         raise Stopped(code, "stopped")
 

@@ -18,7 +18,7 @@ from configs.sweeps.sweep_points import INTERRUPTED, Point, Result, read_results
 from tests.runs import make_task, metrics_of, ppo_arguments, repeatable, run_ppo
 from trainer import main_ppo
 from trainer.cli.program import Program
-from trainer.resilience.restart import Lifetime, keep_going
+from trainer.resilience.restart import RunLifecycle, run_with_restarts
 from trainer.run.run_dir import GLOBAL_STEP, OUTCOME
 from trainer.run.run_status import write_outcome
 from trainer.tracking.tracker import Tracker
@@ -47,21 +47,21 @@ class Runs:
     def plan(self, config: SFTConfig) -> None:
         self.planned.append(Path(config.trainer.default_local_dir).name)
 
-    def run(self, config: SFTConfig, told: list[str]) -> None:
+    def run(self, config: SFTConfig, output: list[str]) -> None:
         run_dir = Path(config.trainer.default_local_dir)
         self.begun.append(run_dir.name)
-        life = Lifetime(config.trainer, run_dir)
+        lifecycle = RunLifecycle(config.trainer, run_dir)
 
         def attempt() -> None:
             tracker = Tracker([], run_dir, "p", "e", asdict(config))
             assert not (run_dir / OUTCOME).exists(), "it is not over"
-            life.started = True
+            lifecycle.started = True
             tracker.log({"train/loss": math.log10(config.optim.lr) ** 2, GLOBAL_STEP: 1}, 1)
             tracker.close()
             if config.optim.lr in self.fail:
                 raise self.fail[config.optim.lr]
 
-        keep_going(life, attempt)
+        run_with_restarts(lifecycle, attempt)
 
 
 @pytest.fixture
@@ -108,11 +108,11 @@ def test_killed_and_failed_points_are_tried_again(runs: Runs, capsys: pytest.Cap
     assert [line[1:3] for line in rows(capsys.readouterr().out)[1:]] == [["finished", "-1"], ["failed", "-"], ["finished", "-9"]]
     runs.begun, runs.fail = [], {}
     assert runs("optim.lr=0.1,0.01,0.001") == 0 and runs.begun == ["1", "2"]
-    told = [line for line in capsys.readouterr().err.splitlines() if line.startswith("point")]
+    output = [line for line in capsys.readouterr().err.splitlines() if line.startswith("point")]
     assert (
-        len(told) == 3
-        and told[1].startswith("point 1 failed: it is tried again")
-        and told[2].startswith("point 2 was interrupted: it goes on")
+        len(output) == 3
+        and output[1].startswith("point 1 failed: it is tried again")
+        and output[2].startswith("point 2 was interrupted: it resumes")
     )
     assert json.loads(Path("x/1/outcome.json").read_text())["status"] == "finished"
 
@@ -144,7 +144,7 @@ def test_ctrl_c_leaves_the_point_interrupted(runs: Runs) -> None:
     assert runs(GRID) == 0 and runs.begun == ["0", "0", "1"]
 
 
-def test_an_objective_that_no_step_measured_is_told(runs: Runs, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_objective_that_no_step_measured_is_reported(runs: Runs, capsys: pytest.CaptureFixture[str]) -> None:
     assert runs(GRID, "trainer.objective=train/los") == 2
     errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error")]
     assert errors == [
@@ -181,7 +181,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
 """
 
 
-def test_a_real_grid_is_stopped_by_a_signal_and_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_real_grid_is_stopped_by_a_signal_and_continues(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """SIGTERM in the first of two steps of the second of three points; 8 prompts times 4 answers a step."""
     task = make_task(tmp_path / "task")
     whole = run_ppo(task, tmp_path / "whole", "trainer.seed=2")

@@ -88,7 +88,7 @@ PATIENT = watchdog(Path())  # nothing is late here
 @pytest.fixture
 def model() -> Any:
     with LocalBackend() as backend:
-        group = backend.start_group("hosts", ResourcePool((3,), "cpu", "pool"), Mirror)
+        group = backend.start_group("workers", ResourcePool((3,), "cpu", "pool"), Mirror)
         yield group
 
 
@@ -154,7 +154,7 @@ def test_rows_that_belong_together_are_in_one_micro_batch() -> None:
     ones = torch.ones(sum(sizes))
     batch = numbered(sizes).with_tokens(response_mask=ones, loss_weight=ones).with_rows(side=torch.tensor([1, -1] * 5))
     with LocalBackend() as backend:
-        actor = start(backend.start_group("hosts", ResourcePool((2,), "cpu", "pool"), Paired))
+        actor = start(backend.start_group("workers", ResourcePool((2,), "cpu", "pool"), Paired))
         together = actor.train_step(batch, (), rows=("side",), together=2)
         alone = actor.train_step(batch, (), rows=("side",))
     assert together["torn"].value == 0 < alone["torn"].value
@@ -184,7 +184,7 @@ def test_answers_to_a_prompt_meet_where_the_engine_shares_it(shares: bool) -> No
     first = torch.repeat_interleave(batch.rows["uid"], batch.lengths)
     batch = batch.with_tokens(input_ids=first, response_mask=ones, loss_weight=ones)
     with LocalBackend() as backend:
-        actor = start(backend.start_group("hosts", ResourcePool((1,), "cpu", "pool"), Sharing), shares_prompts=shares)
+        actor = start(backend.start_group("workers", ResourcePool((1,), "cpu", "pool"), Sharing), shares_prompts=shares)
         torn = actor.forward(batch, ["log_probs"]).tokens["log_probs"][0], actor.train_step(batch, ())["told"].value
     assert [float(count) == 0 for count in torn] == [shares, shares]
 
@@ -200,7 +200,7 @@ def test_what_several_ranks_compute_together_counts_once() -> None:
     ones = torch.ones(sum(SIZES))
     batch = numbered(SIZES).with_tokens(response_mask=ones, loss_weight=ones, advantages=ones)
     with LocalBackend() as backend:
-        actor = start(backend.start_group("hosts", ResourcePool((4,), "cpu", "pool"), Halved))
+        actor = start(backend.start_group("workers", ResourcePool((4,), "cpu", "pool"), Halved))
         metrics = actor.train_step(batch, ("advantages",))
         result = actor.forward(batch, ["log_probs"])
     assert metrics["rows"].value == len(SIZES) and actor.take_flops() == 20.0

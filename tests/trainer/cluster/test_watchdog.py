@@ -17,7 +17,7 @@ from tests.trainer.watchdogs import watchdog
 from trainer.cluster import watchdog as module
 from trainer.cluster.watchdog import MEASURED, MOST_SPANS, WIDENED, CallSpan, CallSpans, Watchdog
 from trainer.rewards.pool.runner import RewardRunner
-from trainer.rewards.scoring import Answer
+from trainer.rewards.scoring import Response
 from workers.controller.group import Limit, PhaseTimeout
 
 ROOT = Path(__file__).parents[3]
@@ -102,7 +102,7 @@ def scored_late(limits: Watchdog, rewards: RewardRunner) -> PhaseTimeout:
         rewards.wait_ready()
         begun = time.monotonic()
         with pytest.raises(PhaseTimeout) as raised, limits.own("reward", "scoring", "2 answers"):
-            rewards.score([Answer("x", "1", "1", {}, finished=True)] * 2)
+            rewards.score([Response("x", "1", "1", {}, finished=True)] * 2)
     assert time.monotonic() - begun < 10
     return raised.value
 

@@ -7,7 +7,7 @@ import pytest
 from data_preprocess.tiny_model import character_tokenizer
 from tests.reward_models import CHAT
 from tests.trainer.data.tokenizers import byte_tokenizer
-from trainer.data.conversations import Conversations, same_words, with_template
+from trainer.data.conversations import Conversations, same_tokenizer, with_template
 
 ASKED = [{"role": "system", "content": "s"}, {"role": "user", "content": "1+1"}]
 
@@ -47,15 +47,15 @@ def test_messages_that_a_template_rejects_raise() -> None:
 
 def test_same_words_detects_every_difference_between_tokenizers(tmp_path: Path) -> None:
     one = byte_tokenizer()
-    assert same_words(one, byte_tokenizer())
+    assert same_tokenizer(one, byte_tokenizer())
     used = byte_tokenizer()
     used(["a", "abc"], padding=True, truncation=True, max_length=2)
-    assert same_words(one, used), "truncation and padding of an earlier call are ignored"
+    assert same_tokenizer(one, used), "truncation and padding of an earlier call are ignored"
     other_end = byte_tokenizer()
     other_end.eos_token = "<pad>"
     others = [character_tokenizer("0123"), byte_tokenizer(chat_template=CHAT), byte_tokenizer(bos=True), other_end]
-    assert not any(same_words(one, other) for other in others)
+    assert not any(same_tokenizer(one, other) for other in others)
     (tmp_path / "chat.jinja").write_text(CHAT)
-    assert same_words(with_template(one, str(tmp_path / "chat.jinja")), byte_tokenizer(chat_template=CHAT))
+    assert same_tokenizer(with_template(one, str(tmp_path / "chat.jinja")), byte_tokenizer(chat_template=CHAT))
     with pytest.raises(ValueError, match=r"chat_template=/no/such\.jinja: no such file"):
         with_template(one, "/no/such.jinja")

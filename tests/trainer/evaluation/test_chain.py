@@ -73,11 +73,11 @@ def test_the_page_says_all_of_it_and_runs_nothing_of_the_answers(tmp_path: Path)
     (make_chain(tmp_path / "chain") / "ppo/report.html").touch()
     html = write(tmp_path / "chain").read_text()
     page = Page(html)
-    for said in (
+    for message in (
         "2 held-out prompts 0.250 → 0.750 +0.500", "score of it 0.00 → 3.50 +3.50", "100.0 %", "time 1 min 3 s",
         "PPO, best of 2 0.500", "x y 0123456789ab", "trainer.of_policy_answers",
     ):  # fmt: skip
-        assert said in page.text, said
+        assert message in page.text, message
     assert "config.json" not in page.text
     links = [attributes["href"] for tag, attributes in page.tags if tag == "a"]
     assert links == ["ppo/report.html"], "only of stages that have one"
@@ -87,16 +87,16 @@ def test_the_page_says_all_of_it_and_runs_nothing_of_the_answers(tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    ("tuned", "changes", "said"),
+    ("tuned", "changes", "message"),
     [
         (TUNED, {"scores": [None, 1.0]}, "policy_answers/answers: 2 answers have no score"),
         ([[(1.0, 1.0)] * 2, [(0.0, 1.0)] * 2], {}, "no prompt has a right and a wrong answer of the fine-tuned model"),
     ],
 )
 def test_what_cannot_be_compared_is_one_line(
-    tuned: list[list[tuple[float, float]]], changes: dict[str, Any], said: str, tmp_path: Path
+    tuned: list[list[tuple[float, float]]], changes: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
-    with pytest.raises(SystemExit, match=said):
+    with pytest.raises(SystemExit, match=message):
         main([str(make_chain(tmp_path / "chain", tuned, **changes))])
 
 

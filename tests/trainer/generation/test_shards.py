@@ -59,9 +59,9 @@ def test_answers_of_something_else_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("new", "said"), [({"n": 3}, "n was 2 and is 3"), ({}, "n was 2 and is null"), ({"n": 2, "m": 1}, "m was")]
+    ("new", "message"), [({"n": 3}, "n was 2 and is 3"), ({}, "n was 2 and is null"), ({"n": 2, "m": 1}, "m was")]
 )
-def test_the_first_difference_is_named(new: dict[str, Any], said: str) -> None:
+def test_the_first_difference_is_named(new: dict[str, Any], message: str) -> None:
     check_same(Path("x"), {"n": 2}, {"n": 2})
-    with pytest.raises(ValueError, match=f"x has answers of another run: {said}"):
+    with pytest.raises(ValueError, match=f"x has answers of another run: {message}"):
         check_same(Path("x"), {"n": 2}, new)

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from trainer.parity.agreement import EngineAnswers
+from trainer.parity.agreement import EngineResponses
 
 EOS, BOS, VOCAB = 1, 2, 11
 
@@ -17,14 +17,14 @@ def made(
     offset: float = 0.0,
     gap: float = 0.0,
     margin: float = 1.0,
-) -> EngineAnswers:
+) -> EngineResponses:
     """Answers of these tokens to prompts 10, 11 ... Every token is ``gap`` nats below the trainer's best, the runner-up
     ``margin``; the engine's log-probs are ``offset`` off.
     """
     tokens = np.array([token for row in rows for token in row])
     best = np.full(len(tokens), -0.25)
     own = best - gap
-    return EngineAnswers(
+    return EngineResponses(
         limit=limit,
         uids=np.arange(10, 10 + len(rows)),
         lengths=np.array([len(row) for row in rows]),
@@ -37,7 +37,7 @@ def made(
     )
 
 
-def drawn(count: int, *, from_temperature: float, at_temperature: float, spread: float = 1.5, seed: int = 0) -> EngineAnswers:
+def drawn(count: int, *, from_temperature: float, at_temperature: float, spread: float = 1.5, seed: int = 0) -> EngineResponses:
     """``count`` answers of 20 tokens, each drawn from a distribution of its own, which the trainer has at another temperature.
 
     spread: of the logits, a standard deviation.
@@ -48,7 +48,7 @@ def drawn(count: int, *, from_temperature: float, at_temperature: float, spread:
     scaled = logits / at_temperature
     log_p = scaled - np.log(np.exp(scaled).sum(1, keepdims=True))
     own = np.take_along_axis(log_p, tokens[:, None], 1)[:, 0]
-    return EngineAnswers(
+    return EngineResponses(
         limit=20,
         uids=np.arange(count),
         lengths=np.full(count, 20),

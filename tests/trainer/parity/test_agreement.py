@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from tests.trainer.parity.made import BOS, EOS, drawn, made
 from trainer.parity.agreement import (
-    EngineAnswers,
+    EngineResponses,
     agreement,
     choices,
     common_prefix,
@@ -24,7 +24,7 @@ ROWS = [[5, 6, EOS], [7, EOS], [5, 5, 5, 5, EOS]]
 answer = st.lists(st.integers(3, 6), min_size=1, max_size=6)
 
 
-def changed(answers: EngineAnswers, name: str, place: int, value: float) -> EngineAnswers:
+def changed(answers: EngineResponses, name: str, place: int, value: float) -> EngineResponses:
     column = getattr(answers, name).copy()
     column[place] = value
     return replace(answers, **{name: column})
@@ -122,7 +122,7 @@ def test_right_ends() -> None:
     [
         ([5, 6], True, "it stopped, and not with a stop token"),
         ([5, EOS], False, "it ends with a stop token, and did not stop"),
-        ([EOS, 5, 5, EOS], True, "it goes on after a stop token"),
+        ([EOS, 5, 5, EOS], True, "it continues after a stop token"),
         ([5, 6], False, "it is shorter than it may be, and did not stop"),
         ([5, 5, 5, 5, EOS], True, "it is longer than it may be"),
     ],
@@ -133,7 +133,7 @@ def test_wrong_ends_are_named(row: list[int], finished: bool, what: str) -> None
     assert set(found.wrong) <= {what, "it is shorter than it may be, and did not stop"}
 
 
-def test_nothing_ends_an_answer_that_goes_on_to_its_limit() -> None:
+def test_nothing_ends_an_answer_that_continues_to_its_limit() -> None:
     assert ends(made([[5, EOS, 6, EOS]], finished=[False], limit=4), (), [EOS]).wrong == {}
 
 

@@ -7,7 +7,7 @@ import pytest
 from configs.compose import compose
 from configs.schema.parity import BoundsConfig, ParityConfig
 from tests.trainer.parity.made import EOS, drawn, made
-from trainer.parity.agreement import EngineAnswers, Heads, choices, differences, draw_z, ends, length_figures
+from trainer.parity.agreement import EngineResponses, Heads, choices, differences, draw_z, ends, length_figures
 from trainer.parity.bounds import Engine, Pass, broken, coarser, margin
 
 ROWS = [[5, 6, EOS], [7, EOS]]
@@ -19,7 +19,7 @@ def bounds() -> BoundsConfig:
     return compose("parity", ParityConfig).bounds
 
 
-def pass_of(answers: EngineAnswers, stops: tuple[int, ...] = (EOS,)) -> Pass:
+def pass_of(answers: EngineResponses, stops: tuple[int, ...] = (EOS,)) -> Pass:
     return Pass(
         answers=len(answers.lengths),
         tokens=len(answers.token_ids),
@@ -32,7 +32,7 @@ def pass_of(answers: EngineAnswers, stops: tuple[int, ...] = (EOS,)) -> Pass:
     )
 
 
-def engine_of(greedy: EngineAnswers, sampled: EngineAnswers | None = None, z: float | None = None) -> Engine:
+def engine_of(greedy: EngineResponses, sampled: EngineResponses | None = None, z: float | None = None) -> Engine:
     return Engine(
         greedy=pass_of(greedy),
         choices=choices(greedy, 2e-4),
@@ -49,7 +49,7 @@ def lines(bounds: BoundsConfig, engine: Engine, heads: Heads = NO_BOS) -> list[s
     return broken({"vllm": engine}, heads, bounds, "float32")
 
 
-def test_what_is_within_the_bounds_is_not_told(bounds: BoundsConfig) -> None:
+def test_what_is_within_the_bounds_is_not_reported(bounds: BoundsConfig) -> None:
     assert lines(bounds, engine_of(made(ROWS, offset=9e-6, gap=1.9e-4), made(ROWS, offset=-9e-6), z=-4.9)) == []
 
 
@@ -83,7 +83,7 @@ def test_what_is_no_number_is_beyond_every_bound(bounds: BoundsConfig) -> None:
 def test_draws_at_another_temperature(bounds: BoundsConfig, at: float, kind: str) -> None:
     sampled = drawn(100, from_temperature=at, at_temperature=0.8)
     (line,) = lines(bounds, engine_of(made(ROWS), replace(sampled, finished=sampled.finished), draw_z(sampled)))[:1]
-    assert line.startswith(f"vllm: sampled: the draws are {kind} for the trainer's distribution, by ")
+    assert line.startswith(f"vllm: sampled: the samples are {kind} for the trainer's distribution, by ")
     assert line.endswith(" standard errors: > bounds.draw_z=5")
 
 
@@ -91,7 +91,7 @@ def test_answers_that_end_wrongly(bounds: BoundsConfig) -> None:
     engine = engine_of(made([[5, 6], [5, EOS, 5]], finished=[False, True]))
     (line,) = lines(bounds, engine)
     assert line == (
-        "vllm: greedy: answers end wrongly: 1 x it stopped, and not with a stop token; 1 x it goes on after a stop token; "
+        "vllm: greedy: answers end wrongly: 1 x it stopped, and not with a stop token; 1 x it continues after a stop token; "
         "1 x it is shorter than it may be, and did not stop: 3 > bounds.wrong_ends=0"
     )
     assert lines(replace(bounds, wrong_ends=3), engine) == []

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tests.trainer.parity.made import EOS, made
 from tests.trainer.parity.test_bounds import NO_BOS, engine_of
 from tests.trainer.report.test_run_report import HOSTILE, Page
-from trainer.parity.agreement import EngineAnswers, Heads, agreement
+from trainer.parity.agreement import EngineResponses, Heads, agreement
 from trainer.parity.bounds import Engine
 from trainer.parity.measure import Measured, Timed
 from trainer.parity.parity_report import (
@@ -31,26 +31,26 @@ SECOND = made([[5, 6, EOS], [8, EOS], [5, 5, 6, EOS]], offset=1e-3, margin=0.5)
 answer = st.lists(st.integers(3, 6), min_size=1, max_size=6)
 
 
-def measured(answers: EngineAnswers) -> Measured:
+def measured(answers: EngineResponses) -> Measured:
     timed = Timed(answers, seconds=1.0, cached=None)
     return Measured(timed, timed, start_seconds=1.0, sync_seconds=1.0, memory_without_bytes=1, memory_with_bytes=2)
 
 
-def with_agreement(engine: Engine, first: EngineAnswers, own: EngineAnswers) -> Engine:
+def with_agreement(engine: Engine, first: EngineResponses, own: EngineResponses) -> Engine:
     return replace(engine, greedy=replace(engine.greedy, agreement=agreement(first, own)))
 
 
 def parity(**changes: Any) -> Parity:
     second = with_agreement(engine_of(SECOND, SECOND), FIRST, SECOND)
-    told: dict[str, Any] = {
+    output: dict[str, Any] = {
         "model": HOSTILE, "dtype": "float32", "prompts": 3, "temperature": 0.8, "margin": 2e-4, "heads": NO_BOS,
         "engines": {"embedded": engine_of(FIRST, FIRST, z=0.5), "vllm": second}, "broken": [],
     }  # fmt: skip
-    return Parity(**(told | changes))
+    return Parity(**(output | changes))
 
 
-def written(told: Parity) -> str:
-    return page(told, {"embedded": measured(FIRST), "vllm": measured(SECOND)}, {"note": HOSTILE}, {"python": "3"})
+def written(output: Parity) -> str:
+    return page(output, {"embedded": measured(FIRST), "vllm": measured(SECOND)}, {"note": HOSTILE}, {"python": "3"})
 
 
 def test_the_page_shows_what_is_broken_and_how_prompts_begin() -> None:

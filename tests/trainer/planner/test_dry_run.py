@@ -56,9 +56,9 @@ def test_the_copy_of_a_checkpoint_in_the_hosts_memory_is_planned(
 ) -> None:
     """As many bytes as a run then writes; too many are a doubt."""
     saving = ("trainer.save_freq=1", "trainer.total_training_steps=1", "algorithm=ppo")
-    told = plan(task, tmp_path / "plan", capsys, *saving)
-    found = re.search(r"while one is written, its copy is in the host's memory: ([\d.e+-]+) GB on each node", told)
-    assert found is not None and "training would wait" not in told
+    output = plan(task, tmp_path / "plan", capsys, *saving)
+    found = re.search(r"while one is written, its copy is in the host's memory: ([\d.e+-]+) GB on each node", output)
+    assert found is not None and "training would wait" not in output
     run_ppo(task, tmp_path / "run", *saving)
     files = [*(tmp_path / "run/global_step_1").rglob("*.safetensors")]
     assert float(found[1]) * 1e9 == pytest.approx(sum(file.stat().st_size for file in files), rel=0.15), "headers are the rest"
@@ -77,19 +77,19 @@ def test_it_says_what_a_run_would_do(
     monkeypatch.setattr(ppo_builder, "open_backend", started)
     monkeypatch.setattr(RewardRunner, "start", started)
     words = ("trainer.total_training_steps=null", "trainer.total_epochs=5", "actor_rollout_ref.actor.ppo_mini_batch_size=4")
-    told = plan(task, tmp_path / "run", capsys, *words, "algorithm=ppo", "reward.num_workers=2")
+    output = plan(task, tmp_path / "run", capsys, *words, "algorithm=ppo", "reward.num_workers=2")
     with safe_open(task / "base" / "model.safetensors", "pt") as weights:
         names: list[str] = list(weights.keys())
         parameters = sum(weights.get_tensor(name).numel() for name in names)
-    assert f"actor_rollout_ref.actor: {parameters / 1e6:.3g} million parameters (qwen2, {task}/base)" in told
-    assert "data.train_files: 30 prompts of 30 rows" in told and "data.val_files: 8 prompts of 8 rows" in told
-    assert "15 steps (5 epochs); 3 an epoch" in told, "30 prompts are 3 batches of 8"
-    assert "a step: 8 prompts x 4 answers = 32 sequences" in told
-    assert "actor: 2 updates a step, of 4 prompts = 16 sequences each" in told
-    assert "workers (actor, critic, rollout): node 0, GPU 0" in told
-    assert "rollout: 1 engine (embedded), each on 1 GPU" in told
-    assert "starts anew" in told and "checkpoints: never (trainer.save_freq)" in told
-    phases = re.findall(r"^  workers +(\S.*?)  +([\d.e+-]+) GB$", told, re.MULTILINE)
+    assert f"actor_rollout_ref.actor: {parameters / 1e6:.3g} million parameters (qwen2, {task}/base)" in output
+    assert "data.train_files: 30 prompts of 30 rows" in output and "data.val_files: 8 prompts of 8 rows" in output
+    assert "15 steps (5 epochs); 3 an epoch" in output, "30 prompts are 3 batches of 8"
+    assert "a step: 8 prompts x 4 answers = 32 sequences" in output
+    assert "actor: 2 updates a step, of 4 prompts = 16 sequences each" in output
+    assert "workers (actor, critic, rollout): node 0, GPU 0" in output
+    assert "rollout: 1 engine (embedded), each on 1 GPU" in output
+    assert "starts anew" in output and "checkpoints: never (trainer.save_freq)" in output
+    phases = re.findall(r"^  workers +(\S.*?)  +([\d.e+-]+) GB$", output, re.MULTILINE)
     assert [phase for phase, _ in phases] == [
         "answers", "actor: log-probs", "actor: update", "critic: values", "critic: update",
     ]  # fmt: skip
@@ -102,30 +102,30 @@ def test_the_configuration_is_the_runs_own_and_a_run_is_left_alone(
     task: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run_dir = tmp_path / "run"
-    told = plan(task, run_dir, capsys, *SAVED)
-    ours = (run_dir / "config.yaml").read_text()
-    assert "checkpoints: every 2 steps, after the last; all kept" in told
+    output = plan(task, run_dir, capsys, *SAVED)
+    actual = (run_dir / "config.yaml").read_text()
+    assert "checkpoints: every 2 steps, after the last; all kept" in output
     steps = run_ppo(task, run_dir, *SAVED)
-    assert len(steps) == 4 and (run_dir / "config.yaml").read_text() == ours
+    assert len(steps) == 4 and (run_dir / "config.yaml").read_text() == actual
     before = {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file()}
     changes = ("trainer.total_training_steps=6", "actor_rollout_ref.actor.optim.total_training_steps=8")
-    told = plan(task, run_dir, capsys, *SAVED, *changes)
-    assert [line for line in told.splitlines() if line.startswith("note: would be resumed")] == [
+    output = plan(task, run_dir, capsys, *SAVED, *changes)
+    assert [line for line in output.splitlines() if line.startswith("note: would be resumed")] == [
         "note: would be resumed with another actor_rollout_ref.actor.optim.total_training_steps: -1 -> 8",
         "note: would be resumed with another trainer.total_training_steps: 4 -> 6",
     ]
     jump = "the schedule had 4 training steps and has 8: the learning rate of step 5 goes from 1e-05 to 5.5e-05"
-    assert f"note: actor_rollout_ref.actor.optim: {jump}; actor_rollout_ref.actor.optim.total_training_steps=4 keeps" in told
-    assert f"goes on from step 4: {run_dir}/global_step_4" in told and "6 steps (trainer.total_training_steps)" in told
+    assert f"note: actor_rollout_ref.actor.optim: {jump}; actor_rollout_ref.actor.optim.total_training_steps=4 keeps" in output
+    assert f"resumes from step 4: {run_dir}/global_step_4" in output and "6 steps (trainer.total_training_steps)" in output
     after = {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file()}
     written = after.keys() - before.keys()
     assert written == {run_dir / dry_run.BESIDE} and {path: after[path] for path in before} == before
     assert yaml.safe_load(after[run_dir / dry_run.BESIDE])["trainer"]["total_training_steps"] == 6
     other = ("data.train_batch_size=4", "actor_rollout_ref.actor.ppo_mini_batch_size=4")
-    said = refused(task, run_dir, capsys, *SAVED, *other)
-    assert said.startswith("error: cannot resume with another configuration: ") and "data.train_batch_size: 8 -> 4" in said
+    message = refused(task, run_dir, capsys, *SAVED, *other)
+    assert message.startswith("error: cannot resume with another configuration: ") and "data.train_batch_size: 8 -> 4" in message
     place = ("trainer.resume_mode=resume_path", f"trainer.resume_from_path={run_dir}/global_step_2")
-    assert f"goes on from step 2: {run_dir}/global_step_2" in plan(task, tmp_path / "other", capsys, *SAVED, *place)
+    assert f"resumes from step 2: {run_dir}/global_step_2" in plan(task, tmp_path / "other", capsys, *SAVED, *place)
     weights = next((run_dir / "global_step_2" / "actor").glob("*.safetensors"))
     weights.write_bytes(weights.read_bytes()[:-1])
     assert "trainer.resume_from_path: " in refused(task, tmp_path / "other", capsys, *SAVED, *place)
@@ -136,8 +136,8 @@ def test_prompts_that_are_dropped_are_counted(task: Path, tmp_path: Path, capsys
     rows = [row] * 9 + [row | {"prompt": [{"role": "user", "content": "1" * 99}]}] * 2
     (tmp_path / "mixed.jsonl").write_text("".join(json.dumps(item) + "\n" for item in rows))
     words = (f"data.train_files={tmp_path}/mixed.jsonl", "data.filter_overlong_prompts=true")
-    told = plan(task, tmp_path / "run", capsys, *words, "trainer.total_training_steps=null", "trainer.total_epochs=1")
-    assert "data.train_files: 9 prompts of 11 rows" in told and "1 step (1 epoch)" in told
+    output = plan(task, tmp_path / "run", capsys, *words, "trainer.total_training_steps=null", "trainer.total_epochs=1")
+    assert "data.train_files: 9 prompts of 11 rows" in output and "1 step (1 epoch)" in output
 
 
 def test_it_can_be_planned_on_a_machine_without_the_gpus(
@@ -147,58 +147,60 @@ def test_it_can_be_planned_on_a_machine_without_the_gpus(
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     words = ("trainer.backend=ray", "trainer.n_gpus_per_node=4", "trainer.device=cuda", "placement=split", "algorithm=ppo")
     sizes = ("trainer.n_gpus_per_node=3", "data.train_batch_size=6", "actor_rollout_ref.actor.ppo_mini_batch_size=6")
-    told = plan(task, tmp_path / "run", capsys, *words, *sizes)
-    assert "trainer.n_gpus_per_node=3: this machine has 0 CUDA devices" in told
-    assert "critic (critic): node 0, GPU 1" in told and "critic: fsdp, 1 rank, data parallel 1" in told
-    assert "is a process" not in told
-    beside = plan(task, tmp_path / "second", capsys, "trainer.backend=ray", "trainer.n_gpus_per_node=2", "trainer.device=cuda")
-    assert "rollout: 2 engines (embedded), each on 1 GPU" in beside
-    assert "actor_rollout_ref.actor: fsdp, 2 ranks, data parallel 2" in beside
+    output = plan(task, tmp_path / "run", capsys, *words, *sizes)
+    assert "trainer.n_gpus_per_node=3: this machine has 0 CUDA devices" in output
+    assert "critic (critic): node 0, GPU 1" in output and "critic: fsdp, 1 rank, data parallel 1" in output
+    assert "is a process" not in output
+    adjacent = plan(task, tmp_path / "second", capsys, "trainer.backend=ray", "trainer.n_gpus_per_node=2", "trainer.device=cuda")
+    assert "rollout: 2 engines (embedded), each on 1 GPU" in adjacent
+    assert "actor_rollout_ref.actor: fsdp, 2 ranks, data parallel 2" in adjacent
     monkeypatch.setattr("workers.roles.rollout_engines.find_spec", lambda name: name)
     engines = ("rollout=vllm", "actor_rollout_ref.rollout.tensor_model_parallel_size=2", "trainer.n_gpus_per_node=4")
-    told = plan(task, tmp_path / "third", capsys, "trainer.backend=ray", "trainer.device=cuda", *engines)
-    assert "rollout: 2 engines (vllm), each on 2 GPUs" in told and " of the GPU, and what rests beside it" in told
+    output = plan(task, tmp_path / "third", capsys, "trainer.backend=ray", "trainer.device=cuda", *engines)
+    assert "rollout: 2 engines (vllm), each on 2 GPUs" in output and " of the GPU, and what stays resident" in output
     monkeypatch.setattr("workers.roles.rollout_engines.find_spec", lambda name: None)
-    said = refused(task, tmp_path / "third", capsys, "trainer.backend=ray", "trainer.device=cuda", *engines)
-    assert "actor_rollout_ref.rollout.name=vllm: vLLM is not installed here" in said
+    message = refused(task, tmp_path / "third", capsys, "trainer.backend=ray", "trainer.device=cuda", *engines)
+    assert "actor_rollout_ref.rollout.name=vllm: vLLM is not installed here" in message
 
 
 def test_what_is_written_and_where(task: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     copies, answers = tmp_path / "copies", tmp_path / "answers"
     words = ("trainer.save_freq=1", "trainer.test_freq=1", "trainer.val_before_train=true", "trainer.max_actor_ckpt_to_keep=2")
     places = (f"trainer.checkpoint.remote_dir={copies}", f"trainer.rollout_data_dir={answers}")
-    told = plan(task, tmp_path / "run", capsys, *words, *places)
+    output = plan(task, tmp_path / "run", capsys, *words, *places)
     for line in (
-        f"goes on from the newest whole checkpoint of {copies}, or starts anew",
+        f"resumes from the newest whole checkpoint of {copies}, or starts anew",
         f"each step's answers: {answers}",
         "validation: before the first step, each step, after the last",
         "checkpoints: each step, after the last; the newest 2 kept",
         f"copies of them: {copies}",
     ):
-        assert f"\n  {line}\n" in told, line
+        assert f"\n  {line}\n" in output, line
     far = "s3://bucket/run/global_step_4"
     words = ("trainer.resume_mode=resume_path", f"trainer.resume_from_path={far}", "reward.remote_urls=['http://127.0.0.1:9/']")
-    told = plan(task, tmp_path / "run", capsys, *words, "reward.custom_reward_function.path=not_asked.py")
-    assert f"\n  goes on from {far}, which is fetched first\n" in told
-    assert "\n  validation: never (trainer.test_freq)\n" in told and not copies.exists() and not answers.exists()
+    output = plan(task, tmp_path / "run", capsys, *words, "reward.custom_reward_function.path=not_asked.py")
+    assert f"\n  resumes from {far}, which is fetched first\n" in output
+    assert "\n  validation: never (trainer.test_freq)\n" in output and not copies.exists() and not answers.exists()
 
 
-def test_what_would_not_go_well_is_told(
+def test_what_would_not_go_well_is_reported(
     task: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     small = SimpleNamespace(total=2e6)
     monkeypatch.setattr(dry_run.psutil, "virtual_memory", lambda: small)
     words = ("trainer.backend=ray", "trainer.n_gpus_per_node=2", "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=64")
     positions = "actor_rollout_ref.model.override_config.max_position_embeddings=8"
-    told = plan(task, tmp_path / "run", capsys, *words, positions).splitlines()
-    assert "  actor_rollout_ref.actor.ppo_*: micro-batches of 64 tokens at most on a GPU" in told
-    assert told[-3].startswith("rows longer than the model knows: ") and " = 16 tokens, and its config.json has 8 " in told[-3]
-    assert told[-2] == "more than there is: actor: update in pool workers, and a worker here has 0.001 GB"
-    assert told[-1].startswith("nothing was started; ")
+    output = plan(task, tmp_path / "run", capsys, *words, positions).splitlines()
+    assert "  actor_rollout_ref.actor.ppo_*: micro-batches of 64 tokens at most on a GPU" in output
+    assert (
+        output[-3].startswith("rows longer than the model knows: ") and " = 16 tokens, and its config.json has 8 " in output[-3]
+    )
+    assert output[-2] == "more than there is: actor: update in pool workers, and a worker here has 0.001 GB"
+    assert output[-1].startswith("nothing was started; ")
     small.total = 1e12
     stretched = "actor_rollout_ref.model.override_config.rope_parameters={rope_type:linear,factor:2.0,rope_theta:10000.0}"
-    told = plan(task, tmp_path / "run", capsys, positions, stretched).splitlines()
-    assert told[-1].startswith("fine, nothing was started; ") and not told[-2].startswith("rows longer")
+    output = plan(task, tmp_path / "run", capsys, positions, stretched).splitlines()
+    assert output[-1].startswith("fine, nothing was started; ") and not output[-2].startswith("rows longer")
 
 
 def test_models_that_the_estimate_does_not_know_and_adapters(
@@ -208,10 +210,10 @@ def test_models_that_the_estimate_does_not_know_and_adapters(
     more = models["critic"].parameters - models["actor_rollout_ref.actor"].parameters
     assert more == 96 + 1, "a value's weights and bias; the language head is the embedding's"
     monkeypatch.setattr(dry_run, "shape_of", lambda *args: None)
-    told = plan(task, tmp_path / "run", capsys, "algorithm=ppo", "actor_rollout_ref.model.lora_rank=2")
-    assert "\n  none: it is for dense decoders, and actor_rollout_ref.actor, critic is none\nfine, " in told
+    output = plan(task, tmp_path / "run", capsys, "algorithm=ppo", "actor_rollout_ref.model.lora_rank=2")
+    assert "\n  none: it is for dense decoders, and actor_rollout_ref.actor, critic is none\nfine, " in output
     assert (
-        f"(qwen2, {task}/base; a LoRA adapter alone is trained)" in told
-        and f"critic: 0.223 million parameters (qwen2, {task}/base)" in told
+        f"(qwen2, {task}/base; a LoRA adapter alone is trained)" in output
+        and f"critic: 0.223 million parameters (qwen2, {task}/base)" in output
     )
     assert dry_run.in_millions(7_620_000_000) == "7.62 billion" and dry_run.in_millions(999_000) == "0.999 million"

@@ -77,7 +77,7 @@ def test_it_fits_the_gpus_that_it_names(name: str) -> None:
     config, (count, size) = config_of(name), gpus_named(name)
     assert world_size(config.trainer) == count
     found = fullest(config, size)
-    told = {what: f"{taken / 1e9:.1f}" for what, taken in found.items()}
-    assert max(found.values()) < 0.93 * USABLE[size], told  # what fits is less than what is free: the allocator leaves holes
+    output = {what: f"{taken / 1e9:.1f}" for what, taken in found.items()}
+    assert max(found.values()) < 0.93 * USABLE[size], output  # what fits is less than what is free: the allocator leaves holes
     (row,) = [line for line in (ROOT / "docs/recipes.md").read_text().splitlines() if line.startswith(f"| [{name}]")]
-    assert f"| {count} x {size} GB | {max(found.values()) / 1e9:.0f} |" in row, told
+    assert f"| {count} x {size} GB | {max(found.values()) / 1e9:.0f} |" in row, output

@@ -81,16 +81,16 @@ def run(engine: FSDPEngine, config: dict[str, Any], tokens: int, rows: int, *, f
 )
 def test_a_train_step(tmp_path: Path, changes: dict[str, Any], setting: Setting, tokens: int) -> None:
     config = SMALL | changes
-    said = sum(training(Shape.of(config), setting, tokens).values())
-    assert said == pytest.approx(fullest(tmp_path, config, setting, tokens), rel=0.06)
+    message = sum(training(Shape.of(config), setting, tokens).values())
+    assert message == pytest.approx(fullest(tmp_path, config, setting, tokens), rel=0.06)
 
 
 @pytest.mark.parametrize(("changes", "pieces"), [({}, 1), ({"intermediate_size": 1280}, 8), ({"vocab_size": 8192}, 1)])
 def test_log_probs_alone(tmp_path: Path, changes: dict[str, Any], pieces: int) -> None:
     config, setting = SMALL | changes, Setting(pieces=pieces)
-    said = sum(scoring(Shape.of(config), setting, 2048).values())
+    message = sum(scoring(Shape.of(config), setting, 2048).values())
     found = fullest(tmp_path, config, setting, 2048, forward=True)
-    assert said == pytest.approx(found, rel=0.06)
+    assert message == pytest.approx(found, rel=0.06)
 
 
 def test_ranks_share_what_is_sharded_and_what_ulysses_cuts() -> None:
@@ -143,5 +143,5 @@ MEASURED = [
 @pytest.mark.parametrize(("name", "setting", "tokens", "gigabytes"), MEASURED)
 def test_what_an_h200_measured(name: str, setting: Setting, tokens: int, gigabytes: float) -> None:
     phase = training if setting.trained else scoring
-    said = sum(phase(Shape.of(SHAPES[name]), replace(setting, gqa=False), tokens).values())
-    assert said / 1e9 == pytest.approx(gigabytes, rel=0.021)
+    message = sum(phase(Shape.of(SHAPES[name]), replace(setting, gqa=False), tokens).values())
+    assert message / 1e9 == pytest.approx(gigabytes, rel=0.021)

@@ -9,6 +9,8 @@ def test_named_rewards_come_in_the_order_of_their_names() -> None:
     assert list(found) == ["b", "a"] and torch.equal(found["b"], torch.tensor([2.0, 4.0]))
 
 
-def test_a_reward_that_was_not_told_is_one_line() -> None:
-    with pytest.raises(ValueError, match=r"gdpo_reward_keys: the reward function told no format of an answer; it told acc$"):
+def test_a_reward_that_was_not_reported_is_one_line() -> None:
+    with pytest.raises(
+        ValueError, match=r"gdpo_reward_keys: the reward function reports no format for a response; it reports acc$"
+    ):
         named_rewards([{"acc": 1.0, "format": 0.0}, {"acc": 1.0}], ["acc", "format"])

@@ -43,7 +43,7 @@ def test_first_update_is_on_policy(task: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("algorithm", [GRPO_WITH_KL, PPO], ids=["grpo", "ppo"])
-def test_resume_equals_uninterrupted_to_the_bit(task: Path, tmp_path: Path, algorithm: tuple[str, ...]) -> None:
+def test_resume_equals_uninterrupted_bitwise(task: Path, tmp_path: Path, algorithm: tuple[str, ...]) -> None:
     overrides = (*algorithm, "trainer.save_freq=2", "trainer.total_training_steps=4", "trainer.test_freq=2")
     whole = run_ppo(task, tmp_path / "whole", *overrides)
     run_ppo(task, tmp_path / "broken", *overrides, "trainer.total_training_steps=2")
@@ -136,7 +136,9 @@ def test_failed_rewards_are_counted_and_left_out(task: Path, tmp_path: Path) -> 
     assert step["critic/score/mean"] == 1.0, "a failed reward is no zero"
 
 
-def test_when_every_reward_fails_the_first_error_is_told(task: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_when_every_reward_fails_the_first_error_is_reported(
+    task: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     reward = tmp_path / "reward.py"
     reward.write_text("def compute_score(**asked):\n    raise KeyError('no such thing')\n")
     code = main_ppo.PROGRAM(ppo_arguments(task, tmp_path / "run", f"reward.custom_reward_function.path={reward}"))

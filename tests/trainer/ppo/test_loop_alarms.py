@@ -56,12 +56,12 @@ def test_a_held_out_answer_without_a_score_is_no_zero(task: Path, tmp_path: Path
     assert "no score: KeyError" in (tmp_path / "run" / REPORT).read_text()
 
 
-def test_a_run_that_learns_tells_nothing(task: Path, tmp_path: Path) -> None:
+def test_a_run_that_learns_reports_nothing(task: Path, tmp_path: Path) -> None:
     steps = run_ppo(task, tmp_path / "run", *TEN, "data.max_response_length=32", "trainer.test_freq=5")
     assert not (tmp_path / "run" / EVENTS).exists() and "val/accuracy" in steps[-1]
 
 
-def test_answers_that_cannot_end_are_told_before_the_first_step(task: Path, tmp_path: Path) -> None:
+def test_answers_that_cannot_end_are_reported_before_the_first_step(task: Path, tmp_path: Path) -> None:
     model = f"actor_rollout_ref.model.path={without_eos(task / 'base', tmp_path / 'endless')}"
     run_ppo(task, tmp_path / "run", model)
     assert told(tmp_path / "run") == [(0, "alarm", "end_token")]
@@ -69,7 +69,7 @@ def test_answers_that_cannot_end_are_told_before_the_first_step(task: Path, tmp_
     assert main_ppo.PROGRAM(stops) == 3 and metrics_of(tmp_path / "other") == []
 
 
-def test_a_policy_that_loses_what_it_could_is_told(task: Path, tmp_path: Path) -> None:
+def test_a_policy_that_loses_what_it_could_is_reported(task: Path, tmp_path: Path) -> None:
     """It is paid for different characters, and such a learning rate breaks it: from then on it writes one, to the end."""
     varied = reward(tmp_path, "    return len(set(solution_str)) / 13")
     sampled = ("actor_rollout_ref.rollout.val_kwargs.do_sample=true", "actor_rollout_ref.rollout.val_kwargs.temperature=1.0")

@@ -103,8 +103,8 @@ def test_the_exact_kl_in_the_loss_and_in_the_reward(task: Path, tmp_path: Path) 
     assert steps[0]["actor/kl_loss"] == pytest.approx(0.0, abs=1e-6) and steps[1]["actor/kl_loss"] > 1e-6
     exact = run_ppo(task, tmp_path / "exact", "algorithm.use_kl_in_reward=true", "algorithm.kl_penalty=full")
     estimated = run_ppo(task, tmp_path / "k3", "algorithm.use_kl_in_reward=true", "algorithm.kl_penalty=k3")
-    ours, theirs = (run[1]["actor/reward_kl_penalty"] for run in (exact, estimated))
-    assert 0.2 * theirs < ours < 5 * theirs and ours > 1e-6
+    actual, expected = (run[1]["actor/reward_kl_penalty"] for run in (exact, estimated))
+    assert 0.2 * expected < actual < 5 * expected and actual > 1e-6
 
 
 def test_cut_answers_are_masked_or_bootstrapped(task: Path, tmp_path: Path, plain: dict[str, float]) -> None:
@@ -120,7 +120,7 @@ def test_cut_answers_are_masked_or_bootstrapped(task: Path, tmp_path: Path, plai
     assert kept[1]["critic/returns/mean"] != bootstrapped[1]["critic/returns/mean"]
 
 
-def test_normalised_targets_resume_to_the_bit(task: Path, tmp_path: Path) -> None:
+def test_normalised_targets_resume_bitwise(task: Path, tmp_path: Path) -> None:
     overrides = ("algorithm=ppo", "critic.normalize_targets=true", "trainer.save_freq=2", "trainer.total_training_steps=4")
     whole = run_ppo(task, tmp_path / "whole", *overrides)
     run_ppo(task, tmp_path / "broken", *overrides, "trainer.total_training_steps=2")

@@ -124,9 +124,9 @@ def test_workers_find_damaged_weights_and_the_checkpoint_before_is_taken(
     damage(run_dir, 3)
     four = (*three[:1], "trainer.total_training_steps=4")
     assert repeatable(run_ppo(task, run_dir, *four))[:3] == whole
-    (told,) = [event for event in read_lines(run_dir / EVENTS) if event["kind"] == "damaged checkpoint"]
-    assert told["step"] == 3 and "is not what was written: its sha256 is " in told["text"]
-    assert told["text"].endswith("; the one before it is taken") and checkpoint_steps(run_dir) == [1, 2, 3, 4]
+    (output,) = [event for event in read_lines(run_dir / EVENTS) if event["kind"] == "damaged checkpoint"]
+    assert output["step"] == 3 and "is not what was written: its sha256 is " in output["text"]
+    assert output["text"].endswith("; the one before it is taken") and checkpoint_steps(run_dir) == [1, 2, 3, 4]
     for step in (1, 2, 3, 4):
         damage(run_dir, step)
     capsys.readouterr()

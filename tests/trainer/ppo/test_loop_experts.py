@@ -20,7 +20,7 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return task
 
 
-def test_it_is_on_policy_goes_on_to_the_bit_and_is_exported(task: Path, tmp_path: Path) -> None:
+def test_it_is_on_policy_continues_bitwise_identically_and_is_exported(task: Path, tmp_path: Path) -> None:
     """With a critic, which is a mixture too."""
     words = ("algorithm=ppo", "actor_rollout_ref.model.router_aux_loss_coef=0.01", "trainer.save_freq=2")
     whole = run_ppo(task, tmp_path / "whole", *words, "trainer.total_training_steps=3")
@@ -43,5 +43,5 @@ def test_a_dense_model_with_an_auxiliary_loss_is_refused_in_a_line(tmp_path: Pat
     dense = make_task(tmp_path)
     words = ppo_arguments(dense, tmp_path / "run", "actor_rollout_ref.model.router_aux_loss_coef=0.01")
     assert main_ppo.PROGRAM(words) != 0
-    told = capsys.readouterr().err.strip().splitlines()[-1]
-    assert "router_aux_loss_coef=0.01" in told and "has no routers to balance; leave it at 0" in told
+    reported = capsys.readouterr().err.strip().splitlines()[-1]
+    assert "router_aux_loss_coef=0.01" in reported and "has no routers to balance; leave it at 0" in reported

@@ -14,7 +14,7 @@ from configs.validation.batches import roles_of
 from tests.runs import make_task, metrics_of, ppo_arguments, repeatable, run_ppo
 from trainer import main_ppo
 from trainer.cluster.remote import RemoteModel
-from trainer.tracking.token_dump import AnswerLog
+from trainer.tracking.token_dump import ResponseLog
 from workers.batch import Batch
 from workers.plan import Limits
 from workers.roles.memory_scheduler import MemoryScheduler, ResidentModel
@@ -66,18 +66,18 @@ def test_the_reference_is_the_base_and_no_second_copy(task: Path, tmp_path: Path
     assert len(seen.references) == 3
     for batch, found in seen.references:
         columns = [batch.split_rows(name) for name in ("input_ids", "response_mask")]
-        for ids, mask, ours in zip(*columns, found.split_rows("log_probs"), strict=True):
+        for ids, mask, actual in zip(*columns, found.split_rows("log_probs"), strict=True):
             with torch.no_grad():
                 logits = base(input_ids=ids[None]).logits[0, :-1]
             log_p = logits.log_softmax(-1).gather(1, ids[1:, None])[:, 0]
-            assert ((log_p - ours[1:]) * mask[1:]).abs().max() < 1e-5
+            assert ((log_p - actual[1:]) * mask[1:]).abs().max() < 1e-5
 
 
 def test_the_reference_is_cut_as_its_own_keys_say(task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Limits] = []
     plan = RemoteModel._plan
     monkeypatch.setattr(RemoteModel, "_plan", lambda self, batch, limits: asked.append(limits) or plan(self, batch, limits))
-    monkeypatch.setattr(AnswerLog, "keep", lambda *_: None)  # which asks too
+    monkeypatch.setattr(ResponseLog, "record", lambda *_: None)  # which asks too
     rows = "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=3"
     run_ppo(task, tmp_path, *LORA, *KL, rows, "actor_rollout_ref.ref.log_prob_use_dynamic_bsz=false")
     assert [limits.max_rows for limits in asked] == [3, None] * 2, "the reference, and an update, of each step"
@@ -91,7 +91,7 @@ def test_no_reference_is_counted_where_there_is_none() -> None:
     assert "actor_rollout_ref.ref" in roles_of(without, has_critic=False)
 
 
-def test_a_run_goes_on_from_an_adapters_checkpoint(task: Path, tmp_path: Path) -> None:
+def test_a_run_continues_from_an_adapters_checkpoint(task: Path, tmp_path: Path) -> None:
     overrides = (*LORA, *KL, "algorithm=ppo", "critic.model.lora_rank=2", "trainer.save_freq=2")
     whole = run_ppo(task, tmp_path / "whole", *overrides, "trainer.total_training_steps=4")
     run_ppo(task, tmp_path / "broken", *overrides, "trainer.total_training_steps=2")
@@ -107,7 +107,7 @@ def test_a_run_goes_on_from_an_adapters_checkpoint(task: Path, tmp_path: Path) -
         assert sizes[0] < sizes[1] / 10, role
 
 
-def test_a_light_base_is_trained_beside(task: Path, tmp_path: Path) -> None:
+def test_a_light_base_is_trained_with_an_adapter(task: Path, tmp_path: Path) -> None:
     """In bfloat16, where FSDP gathers what is frozen and what is not."""
     bfloat16 = [f"actor_rollout_ref.actor.fsdp_config.{name}=bfloat16" for name in ("model_dtype", "dtype")]
     steps = run_ppo(task, tmp_path, *LORA, *KL, *bfloat16)
@@ -116,7 +116,7 @@ def test_a_light_base_is_trained_beside(task: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "output"),
     [
         (["actor_rollout_ref.model.target_modules=[qproj]"], "actor_rollout_ref.actor: model.target_modules: qproj is no layer"),
         (
@@ -125,11 +125,11 @@ def test_a_light_base_is_trained_beside(task: Path, tmp_path: Path) -> None:
         ),
     ],
 )
-def test_what_cannot_be_is_said_before_a_worker_starts(
-    task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], words: list[str], told: str
+def test_what_cannot_be_is_stated_before_a_worker_starts(
+    task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], words: list[str], output: str
 ) -> None:
     monkeypatch.setattr(Worker, "__init__", lambda *words, **more: pytest.fail("a worker started"))
     assert main_ppo.PROGRAM(ppo_arguments(task, tmp_path / "run", *LORA, *words)) == 2
     (line,) = [line for line in capfd.readouterr().err.splitlines() if not line.startswith("note")]
-    assert told in line
+    assert output in line
     assert not (tmp_path / "run/metrics.jsonl").exists() or not metrics_of(tmp_path / "run")

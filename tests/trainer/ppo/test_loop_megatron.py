@@ -44,9 +44,9 @@ def assert_alike(steps: Steps, others: Steps) -> None:
     """Within 1e-4 of each other; or 1e-6, where a figure is a difference of what is equal. How much of a sync is verified
     depends on what is gathered for it."""
     assert len(steps) == len(others)
-    for mine, theirs in zip(repeatable(list(steps)), repeatable(list(others)), strict=True):
-        mine, theirs = ({name: step[name] for name in step if name != "rollout/verified_bytes"} for step in (mine, theirs))
-        assert mine == pytest.approx(theirs, rel=1e-4, abs=1e-6)
+    for mine, expected in zip(repeatable(list(steps)), repeatable(list(others)), strict=True):
+        mine, expected = ({name: step[name] for name in step if name != "rollout/verified_bytes"} for step in (mine, expected))
+        assert mine == pytest.approx(expected, rel=1e-4, abs=1e-6)
 
 
 def resumed(task: Path, run_dir: Path, source: Path, *overrides: str) -> list[dict[str, float]]:
@@ -67,7 +67,7 @@ def test_an_engine_for_each_role(roles: Sequence[str], task: Path, one_worker: t
     assert_alike(run_ppo(task, tmp_path / "run", *PPO, *roles), one_worker[1])
 
 
-def test_engines_go_on_from_each_others_checkpoints(task: Path, one_worker: tuple[Path, Steps], tmp_path: Path) -> None:
+def test_engines_continue_from_each_others_checkpoints(task: Path, one_worker: tuple[Path, Steps], tmp_path: Path) -> None:
     """With one worker each: actor, critic, their moments, and the schedule."""
     fsdp = one_worker[1]
     assert fsdp[1]["actor/grad_norm"] > 0 and fsdp[1]["critic/grad_norm"] > 0
@@ -87,7 +87,7 @@ def two_ranks(task: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pat
 
 @pytest.mark.soak
 @pytest.mark.parametrize("cut", [PP2, (), (MEGATRON,)], ids=["pp2", "fsdp", "one worker"])
-def test_a_run_goes_on_with_another_cut(cut: Sequence[str], task: Path, two_ranks: tuple[Path, Steps], tmp_path: Path) -> None:
+def test_a_run_continues_with_another_cut(cut: Sequence[str], task: Path, two_ranks: tuple[Path, Steps], tmp_path: Path) -> None:
     run_dir, steps = two_ranks
     tested = ("trainer.test_freq=1", "trainer.val_before_train=true")
     assert_alike(resumed(task, tmp_path / "resumed", run_dir, *tested, *cut), steps[2:])
@@ -108,8 +108,8 @@ def test_greedy_answers_after_each_sync_are_transformers(task: Path, two_ranks: 
         here = [sample for sample in samples if sample["training/global_step"] == step]
         for sample in here:
             ids = torch.tensor([tokenizer(sample["prompt"])["input_ids"]])
-            theirs = model.generate(ids, do_sample=False, max_new_tokens=8, attention_mask=torch.ones_like(ids))
-            assert sample["response"] == tokenizer.decode(theirs[0, ids.shape[1] :], skip_special_tokens=True)
+            expected = model.generate(ids, do_sample=False, max_new_tokens=8, attention_mask=torch.ones_like(ids))
+            assert sample["response"] == tokenizer.decode(expected[0, ids.shape[1] :], skip_special_tokens=True)
         given.append([sample["response"] for sample in here])
     assert [len(answers) for answers in given] == [32] * 4
     assert all(before != after for before, after in pairwise(given)), "each step's model answers otherwise"

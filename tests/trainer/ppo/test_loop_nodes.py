@@ -53,14 +53,14 @@ def test_a_node_that_comes_late_is_waited_for(task: Path, tmp_path: Path) -> Non
     alone = run_ppo(task, tmp_path / "alone", *ALL_ROLES)
     with cluster(tmp_path, slots=1) as nodes:
         early = start(nodes, task, tmp_path / "early", "timeouts.join=1")
-        _, said = early.communicate()
+        _, message = early.communicate()
         assert early.returncode == 2
-        assert "needs 2 slots (tandem_slot), [1, 1] on 2 node(s); the nodes of this Ray have [1], 1 together after 1 s" in said
+        assert "needs 2 slots (tandem_slot), [1, 1] on 2 node(s); the nodes of this Ray have [1], 1 together after 1 s" in message
         run = start(nodes, task, tmp_path / "run", "placement=colocate_pairs")
         assert "the nodes of this Ray have [1]: waiting for more, 300 s at most" in wait_for(run, "waiting")
         nodes.join()
-        _, said = run.communicate()
-    assert run.returncode == 0, said
+        _, message = run.communicate()
+    assert run.returncode == 0, message
     assert_same(metrics_of(tmp_path / "run"), alone)
     assert {tuple(pools) for pools, _, _ in spans_of(tmp_path / "run")[1].values()} == {("actor",), ("critic",), ()}
 
@@ -72,15 +72,15 @@ def test_a_node_that_dies_is_named_and_the_run_ends(task: Path, tmp_path: Path) 
         wait_for_step(tmp_path / "run", 2)
         nodes.die(node)
         died = time.monotonic()
-        _, said = run.communicate(timeout=120)
+        _, message = run.communicate(timeout=120)
         assert time.monotonic() - died < 90
     assert run.returncode == 1
-    (line,) = [line for line in said.splitlines() if line.startswith("error: ")]
+    (line,) = [line for line in message.splitlines() if line.startswith("error: ")]
     assert re.match(r"error: rank \d failed in .*: its process or its node is lost: The actor", line), line
 
 
 def test_another_node_takes_its_place(task: Path, tmp_path: Path) -> None:
-    """The run goes on from its last checkpoint, to the numbers of a run that lost nothing."""
+    """The run resumes from its last checkpoint, to the numbers of a run that lost nothing."""
     alone = run_ppo(task, tmp_path / "alone", *ALL_ROLES, *SIX)
     with cluster(tmp_path, slots=1) as nodes:
         node = nodes.join()
@@ -88,8 +88,8 @@ def test_another_node_takes_its_place(task: Path, tmp_path: Path) -> None:
         wait_for_step(tmp_path / "run", 3)
         nodes.die(node)
         nodes.join()
-        _, said = run.communicate(timeout=240)
-    assert run.returncode == 0, said
+        _, message = run.communicate(timeout=240)
+    assert run.returncode == 0, message
     assert_same(metrics_of(tmp_path / "run"), alone)
     ((_, kind, text),) = events_of(tmp_path / "run")
-    assert kind == "restart" and "it goes on from step" in text
+    assert kind == "restart" and "it resumes from step" in text

@@ -75,7 +75,7 @@ def test_a_layout_gives_the_same_numbers(layout: str, task: Path, tmp_path: Path
     run_dir = tmp_path / "run"
     assert_same(run_ppo(task, run_dir, *ALL_ROLES, slow, "trainer.backend=ray", *LAYOUTS[layout]), colocated)
     for spans in spans_of(run_dir):
-        pools = {phase: told[0] for phase, told in spans.items()}
+        pools = {phase: output[0] for phase, output in spans.items()}
         assert pools["values"] == pools["update_critic"] != pools["update_actor"] == pools["old_log_prob"] and pools["adv"] == []
         assert (pools["gen"] == pools["update_actor"]) == (layout != "split")
         assert intersect(spans, "update_actor", "update_critic") and not intersect(spans, "gen", "update_actor")

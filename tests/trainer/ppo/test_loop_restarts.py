@@ -14,7 +14,7 @@ from tests.faults import loss_that, reward_that
 from tests.runs import make_task, metrics_of, ppo_arguments, repeatable, run_ppo
 from tests.trainer.ppo.test_loop_stops import events_of
 from trainer import main_ppo
-from trainer.resilience.restart import Lifetime, keep_going
+from trainer.resilience.restart import RunLifecycle, run_with_restarts
 from workers.controller.group import PhaseTimeout, WorkerError
 from workers.plan import Limits
 
@@ -34,7 +34,7 @@ def whole(task: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str
 
 
 @pytest.mark.parametrize(("save_freq", "start"), [(2, "step 2"), (-1, "the beginning")])
-def test_it_goes_on_from_the_last_checkpoint(
+def test_it_continues_from_the_last_checkpoint(
     task: Path, whole: list[dict[str, float]], tmp_path: Path, save_freq: int, start: str
 ) -> None:
     """The event is there, and in the report, also where the run began anew; steps come once, and are the same."""
@@ -43,8 +43,8 @@ def test_it_goes_on_from_the_last_checkpoint(
     assert repeatable(steps) == whole
     ((step, kind, text),) = events_of(tmp_path / "run")
     assert (step, kind) == (2, "restart")
-    assert re.fullmatch(rf"1 of 1: rank 0 failed in .*: RuntimeError: a <b>bolt</b> fell off; it goes on from {start}", text)
-    assert "fell off; it goes on from" in (tmp_path / "run" / "report.html").read_text()
+    assert re.fullmatch(rf"1 of 1: rank 0 failed in .*: RuntimeError: a <b>bolt</b> fell off; it resumes from {start}", text)
+    assert "fell off; it resumes from" in (tmp_path / "run" / "report.html").read_text()
 
 
 def test_a_run_that_gets_no_further_gives_up(task: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -52,9 +52,9 @@ def test_a_run_that_gets_no_further_gives_up(task: Path, tmp_path: Path, capfd: 
     loss = loss_that(tmp_path, "assert n < 3, 'too far'")
     arguments = (*FOUR, loss, "trainer.save_freq=2", "trainer.max_restarts=9")
     assert main_ppo.PROGRAM(ppo_arguments(task, tmp_path / "run", *arguments)) == 1
-    told = events_of(tmp_path / "run")
-    assert [(step, kind) for step, kind, _ in told] == [(2, "restart"), (2, "restart"), (2, "gave up")]
-    assert re.fullmatch(r"after 2 restarts \(it got no further\): rank 0 failed in .*: AssertionError: too far", told[-1][2])
+    output = events_of(tmp_path / "run")
+    assert [(step, kind) for step, kind, _ in output] == [(2, "restart"), (2, "restart"), (2, "gave up")]
+    assert re.fullmatch(r"after 2 restarts \(it got no further\): rank 0 failed in .*: AssertionError: too far", output[-1][2])
     assert ": AssertionError: too far" in capfd.readouterr().err
     assert "after 2 restarts" in (tmp_path / "run" / "report.html").read_text()
     assert [step["training/global_step"] for step in metrics_of(tmp_path / "run")] == [1, 2]
@@ -73,7 +73,7 @@ def test_restarts_that_get_further_are_counted(task: Path, whole: list[dict[str,
 
 
 @pytest.mark.parametrize("error", ["ValueError", "FileNotFoundError"])
-def test_what_the_user_can_mend_is_not_tried_again(task: Path, tmp_path: Path, error: str) -> None:
+def test_what_the_user_can_fix_is_not_tried_again(task: Path, tmp_path: Path, error: str) -> None:
     loss = loss_that(tmp_path, f"raise {error}('no')")
     assert main_ppo.PROGRAM(ppo_arguments(task, tmp_path / "run", loss, "trainer.max_restarts=9")) == 1
     assert events_of(tmp_path / "run") == [] and len((tmp_path / "losses").read_text()) == 1
@@ -85,7 +85,7 @@ def test_none_by_default(task: Path, tmp_path: Path) -> None:
     assert events_of(tmp_path / "run") == [] and len((tmp_path / "losses").read_text()) == 1
 
 
-def test_a_run_that_was_told_to_stop_does_not_start_again(task: Path, tmp_path: Path) -> None:
+def test_a_run_that_was_asked_to_stop_does_not_start_again(task: Path, tmp_path: Path) -> None:
     reward = reward_that(tmp_path, "n == 40 and os.kill(os.getpid(), signal.SIGTERM)")
     loss = loss_that(tmp_path, "if n == 2: raise RuntimeError('no')")
     arguments = (*FOUR, reward, loss, "trainer.max_restarts=9", "trainer.save_freq=1")
@@ -95,22 +95,22 @@ def test_a_run_that_was_told_to_stop_does_not_start_again(task: Path, tmp_path: 
 
 
 def test_an_old_run_in_the_directory_is_no_checkpoint_of_a_new_one(task: Path, tmp_path: Path) -> None:
-    """With resume_mode=disable: before it has begun a new run starts anew, then it goes on from its own checkpoints."""
+    """With resume_mode=disable: before it has begun a new run starts anew, then it resumes from its own checkpoints."""
     run_ppo(task, tmp_path, "trainer.save_freq=1", "trainer.total_training_steps=1")
-    life = Lifetime(
+    lifecycle = RunLifecycle(
         compose("ppo_trainer", PPOConfig, ["trainer.max_restarts=2", "trainer.resume_mode=disable"]).trainer, tmp_path
     )
-    life.fell(WorkerError(0, "__init__", "process 7 died"))
-    assert life.restarted and life.resume() is None
-    life.started = True
-    life.fell(WorkerError(0, "run", "process 8 died"))
-    assert (own := life.resume()) is not None and own.step == 1
+    lifecycle.handle_failure(WorkerError(0, "__init__", "process 7 died"))
+    assert lifecycle.restarted and lifecycle.resume() is None
+    lifecycle.started = True
+    lifecycle.handle_failure(WorkerError(0, "run", "process 8 died"))
+    assert (own := lifecycle.resume()) is not None and own.step == 1
 
 
 @pytest.mark.parametrize("error", [ray.exceptions.RaySystemError("a node left"), PhaseTimeout("a node left", [1], 3.0)])
 def test_a_lost_node_and_a_late_phase_are_reasons_to_start_again(tmp_path: Path, error: Exception) -> None:
     """With a node goes the store or the scheduler, and Ray itself complains: no rank is to blame."""
-    life = Lifetime(compose("ppo_trainer", PPOConfig, ["trainer.max_restarts=1"]).trainer, tmp_path)
+    lifecycle = RunLifecycle(compose("ppo_trainer", PPOConfig, ["trainer.max_restarts=1"]).trainer, tmp_path)
     (tmp_path / "metrics.jsonl").write_text("")
     outcomes: list[Exception | None] = [error, None]
 
@@ -118,33 +118,33 @@ def test_a_lost_node_and_a_late_phase_are_reasons_to_start_again(tmp_path: Path,
         if (error := outcomes.pop(0)) is not None:
             raise error
 
-    keep_going(life, attempt)
+    run_with_restarts(lifecycle, attempt)
     ((_, kind, text),) = events_of(tmp_path)
-    assert kind == "restart" and life.restarted
-    assert "a node left" in text and text.endswith("; it goes on from the beginning")
+    assert kind == "restart" and lifecycle.restarted
+    assert "a node left" in text and text.endswith("; it resumes from the beginning")
     with pytest.raises(KeyError):
         outcomes.append(KeyError("ours"))
-        keep_going(life, attempt)
+        run_with_restarts(lifecycle, attempt)
     assert len(events_of(tmp_path)) == 1
 
 
 OUT_OF_MEMORY = WorkerError(3, "update of actor", "OutOfMemory: CUDA out of memory. Tried to allocate 2.00 GiB")
 
 
-def life_at(step: int, run_dir: Path, *overrides: str) -> Lifetime:
+def life_at(step: int, run_dir: Path, *overrides: str) -> RunLifecycle:
     """Of a run that has got so far."""
-    life = Lifetime(compose("ppo_trainer", PPOConfig, [*overrides]).trainer, run_dir)
-    life.started, life.stopping.furthest = True, step
-    return life
+    lifecycle = RunLifecycle(compose("ppo_trainer", PPOConfig, [*overrides]).trainer, run_dir)
+    lifecycle.started, lifecycle.stopping.furthest = True, step
+    return lifecycle
 
 
 def test_out_of_memory_does_not_throw_away_what_no_checkpoint_holds(tmp_path: Path) -> None:
     """By default nothing is saved, and nothing restarts: a run of 900 steps stops, and says what to change."""
-    life = life_at(900, tmp_path)
-    life.budget("actor").halve(Limits(max_tokens=512), [(2, 512)], 256, "no memory")
+    lifecycle = life_at(900, tmp_path)
+    lifecycle.budget("actor").halve(Limits(max_tokens=512), [(2, 512)], 256, "no memory")
     with pytest.raises(ValueError) as stopped:
-        life.fell(OUT_OF_MEMORY)
-    assert not life.restarted
+        lifecycle.handle_failure(OUT_OF_MEMORY)
+    assert not lifecycle.restarted
     advice = " ".join(str(stopped.value).split())
     assert advice.startswith(
         "memory ran out in step 901, and a restart in halved micro-batches would repeat 900 steps: rank 3 failed in "
@@ -175,17 +175,17 @@ def test_how_much_a_restart_for_want_of_memory_may_repeat(
 ) -> None:
     if saved is not None:
         run_ppo(task, tmp_path, f"trainer.total_training_steps={saved}", "trainer.save_freq=1")
-    life = life_at(step, tmp_path, *overrides)
+    lifecycle = life_at(step, tmp_path, *overrides)
     with nullcontext() if restarts else pytest.raises(ValueError, match=f"in step {step + 1}, .* would repeat "):
-        life.fell(OUT_OF_MEMORY)
-    assert life.restarted == restarts
-    kept = life.resume() if restarts else None
+        lifecycle.handle_failure(OUT_OF_MEMORY)
+    assert lifecycle.restarted == restarts
+    kept = lifecycle.resume() if restarts else None
     assert kept is None or kept.step == saved
 
 
 def test_a_supervised_run_that_saves_after_each_epoch_has_offered_an_epoch(task: Path, tmp_path: Path) -> None:
     run_ppo(task, tmp_path, "trainer.total_training_steps=1", "trainer.save_freq=1")
-    life = Lifetime(compose("sft_trainer", SFTConfig, ["trainer.save_freq=after_each_epoch"]).trainer, tmp_path)
-    life.started, life.stopping.furthest = True, 40
-    life.fell(OUT_OF_MEMORY)
-    assert life.restarted
+    lifecycle = RunLifecycle(compose("sft_trainer", SFTConfig, ["trainer.save_freq=after_each_epoch"]).trainer, tmp_path)
+    lifecycle.started, lifecycle.stopping.furthest = True, 40
+    lifecycle.handle_failure(OUT_OF_MEMORY)
+    assert lifecycle.restarted

@@ -121,7 +121,7 @@ def test_greedy_answers_are_scored_and_never_seen(task: Path, tmp_path: Path) ->
 def test_estimators_that_take_rewards_apart_find_models_by_name(task: Path, tmp_path: Path) -> None:
     gdpo = ("algorithm.adv_estimator=gdpo", "algorithm.gdpo_reward_keys=[acc,same]", "algorithm.gdpo_reward_weights=[0,1]")
     run(task, tmp_path, f"reward.models.same.path={task}/same", *gdpo, "trainer.total_training_steps=1")
-    with pytest.raises(ValueError, match="the reward function told no other of an answer; it told acc, same"):
+    with pytest.raises(ValueError, match="the reward function reports no other for a response; it reports acc, same"):
         named_rewards(batches(tmp_path)[0].objects["reward_extra"], ["other"])
 
 
@@ -207,7 +207,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_is_no_reward_model_is_told_in_one_line(
+def test_what_is_no_reward_model_is_reported_in_one_line(
     task: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
     fields, line = REFUSED[name]

@@ -53,7 +53,7 @@ def test_texts_enter_on_megatron_as_on_fsdp(task: Path, tmp_path: Path) -> None:
         assert steps[1][name] == pytest.approx(steps[0][name], rel=1e-5)
 
 
-def test_the_place_in_the_texts_and_the_average_resume_to_the_bit(task: Path, tmp_path: Path) -> None:
+def test_the_place_in_the_texts_and_the_average_resume_bitwise(task: Path, tmp_path: Path) -> None:
     overrides = (*ptx(task), *EMA, f"{ACTOR}.ppo_mini_batch_size=4", "trainer.save_freq=2", "trainer.total_training_steps=4")
     whole = run_ppo(task, tmp_path / "whole", *overrides)
     run_ppo(task, tmp_path / "broken", *overrides, "trainer.total_training_steps=2")
@@ -100,7 +100,7 @@ def test_two_workers_learn_from_the_same_texts_to_the_same_average(task: Path, t
         torch.testing.assert_close(averages[1][name], weight, atol=1e-5, rtol=1e-4)
 
 
-def test_a_step_with_texts_is_replayed_to_the_bit(task: Path, tmp_path: Path) -> None:
+def test_a_step_with_texts_is_replayed_bitwise(task: Path, tmp_path: Path) -> None:
     overrides = (*ptx(task), "trainer.save_freq=1", f"trainer.rollout_data_dir={tmp_path}/rollouts")
     run_ppo(task, tmp_path / "run", *overrides)
     asked = ("trainer.replay.mode=train", f"trainer.replay.path={tmp_path}/rollouts/step_2.safetensors")
@@ -117,8 +117,8 @@ def test_the_critic_begins_as_the_reward_model_that_is_named(
     model.save_pretrained(tmp_path / "reward_model")
     ppo = ("algorithm=ppo", "trainer.save_freq=1", "critic.optim.lr=0.0", *ONE_STEP)
     step = run_ppo(task, tmp_path / "run", *ppo, f"critic.model.path={tmp_path}/reward_model")[0]
-    said = capfd.readouterr().err
-    assert "reward_model: Qwen2ForSequenceClassification; the critic begins with that model's own head" in said
+    message = capfd.readouterr().err
+    assert "reward_model: Qwen2ForSequenceClassification; the critic begins with that model's own head" in message
     saved = load_file(*(tmp_path / "run/global_step_1/critic").glob("*.safetensors"))
     assert torch.equal(saved["model.score.weight"], model.score.weight) and not saved["model.score.bias"].any()
     assert step["critic/values/min"] < step["critic/values/max"]
@@ -138,7 +138,7 @@ def test_advantages_are_whitened_over_the_step(task: Path, tmp_path: Path, plain
     assert group["critic/advantages/max"] != step["critic/advantages/max"]
 
 
-def test_the_clamp_of_the_kl_reaches_the_reward_and_is_told(task: Path, tmp_path: Path) -> None:
+def test_the_clamp_of_the_kl_reaches_the_reward_and_is_reported(task: Path, tmp_path: Path) -> None:
     kl = ("algorithm.use_kl_in_reward=true", "algorithm.kl_ctrl.kl_coef=1.0")
     whole, tight = (run_ppo(task, tmp_path / str(clip), *kl, f"algorithm.kl_clip={clip}")[1] for clip in (1e3, 1e-6))
     assert whole["actor/reward_kl_clipfrac"] == 0.0 and tight["actor/reward_kl_clipfrac"] > 0.9

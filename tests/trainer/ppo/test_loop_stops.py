@@ -61,10 +61,10 @@ def test_a_signal_waits_for_the_steps_end_and_loses_nothing(
     latest = find_latest(tmp_path / "run")
     assert latest is not None and latest.step == 3, "saved, though save_freq is -1"
     assert events_of(tmp_path / "run") == [(3, "stop", number.name)]
-    said = capfd.readouterr()
-    where = f"with trainer.resume_mode=auto it goes on from {tmp_path / 'run' / 'global_step_3'}"
-    assert said.err.splitlines()[-1] == f"stopped after step 3: {number.name}; {where}"
-    assert said.out.splitlines()[-1].startswith("report: ")
+    message = capfd.readouterr()
+    where = f"with trainer.resume_mode=auto it resumes from {tmp_path / 'run' / 'global_step_3'}"
+    assert message.err.splitlines()[-1] == f"stopped after step 3: {number.name}; {where}"
+    assert message.out.splitlines()[-1].startswith("report: ")
     assert goes_on_as(whole, task, tmp_path / "run", reward)
 
 
@@ -142,9 +142,11 @@ def test_short_memory_stops_it_with_a_code_of_its_own(task: Path, whole: Path, t
     """The first step is not begun; a checkpoint of nothing is none."""
     run = ppo_arguments(task, tmp_path / "run", *PPO, *SIX, "trainer.watch.memory_warn=1", "trainer.watch.memory_stop=1")
     assert main_ppo.PROGRAM(run) == 4
-    told = events_of(tmp_path / "run")
-    assert [(step, kind) for step, kind, _ in told] == [(0, "low memory"), (0, "stop")] and find_latest(tmp_path / "run") is None
-    assert told[1][2].endswith("less than trainer.watch.memory_stop=1")
+    output = events_of(tmp_path / "run")
+    assert [(step, kind) for step, kind, _ in output] == [(0, "low memory"), (0, "stop")] and find_latest(
+        tmp_path / "run"
+    ) is None
+    assert output[1][2].endswith("less than trainer.watch.memory_stop=1")
 
 
 def test_a_full_disk_stops_it_after_one_more_checkpoint(task: Path, tmp_path: Path) -> None:
@@ -178,7 +180,7 @@ def test_a_step_that_runs_out_of_memory_is_repeated_in_halves(task: Path, tmp_pa
     assert len(events_of(tmp_path / "run")) == 1
 
 
-def test_a_row_that_does_not_fit_alone_is_told(task: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_row_that_does_not_fit_alone_is_reported(task: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     arguments = ("actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4", loss_that(tmp_path, TOO_MUCH))
     assert main_ppo.PROGRAM(ppo_arguments(task, tmp_path / "run", *arguments)) == 2
     assert len((tmp_path / "losses").read_text()) == 3, "of 4 rows, of 2, of 1"

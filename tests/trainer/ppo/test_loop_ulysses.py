@@ -18,13 +18,13 @@ def test_two_ranks_on_the_same_rows_find_what_one_finds(tmp_path: Path) -> None:
     task, alone = make_task(tmp_path), "actor_rollout_ref.rollout.n=1"  # one rank would share a group's prompt, and do less
     one, two = (run_ppo(task, tmp_path / name, *PPO, alone, *cut) for name, cut in {"one": (), "two": ULYSSES}.items())
     assert all(one[1][name] for name in ("actor/grad_norm", "critic/grad_norm", "actor/reward_kl_penalty"))
-    for mine, theirs in zip(repeatable(two), repeatable(one), strict=True):
-        left_out = {"rollout/verified_bytes": theirs["rollout/verified_bytes"]}  # it depends on what is gathered for a sync
-        assert mine | left_out == pytest.approx(theirs, rel=1e-4, abs=1e-6)
-    for mine, theirs in zip(two, one, strict=True):
-        assert mine["perf/total_num_tokens"] == theirs["perf/total_num_tokens"]
+    for mine, expected in zip(repeatable(two), repeatable(one), strict=True):
+        left_out = {"rollout/verified_bytes": expected["rollout/verified_bytes"]}  # it depends on what is gathered for a sync
+        assert mine | left_out == pytest.approx(expected, rel=1e-4, abs=1e-6)
+    for mine, expected in zip(two, one, strict=True):
+        assert mine["perf/total_num_tokens"] == expected["perf/total_num_tokens"]
         assert mine["perf/mfu"] * mine["perf/time_per_step"] * 2 == pytest.approx(
-            theirs["perf/mfu"] * theirs["perf/time_per_step"]
+            expected["perf/mfu"] * expected["perf/time_per_step"]
         )
         tokens = mine["perf/total_num_tokens"] / mine["perf/time_per_step"]
         assert mine["perf/throughput"] == pytest.approx(tokens / 2)

@@ -25,7 +25,7 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_a_run_repeats_to_the_bit_and_its_first_update_is_on_policy(task: Path, tmp_path: Path) -> None:
+def test_a_run_repeats_bitwise_and_its_first_update_is_on_policy(task: Path, tmp_path: Path) -> None:
     first, second = (run_ppo(task, tmp_path / name, *VLLM) for name in ("first", "second"))
     assert len(first) == 2 and repeatable(first) == repeatable(second)
     assert first[0]["actor/pg_clipfrac"] == 0.0 and first[0]["actor/ppo_kl"] == pytest.approx(0.0, abs=1e-7)
@@ -64,9 +64,9 @@ APART = (
 @pytest.mark.soak
 def test_on_two_ranks_of_their_own_engines_give_the_same_numbers(task: Path, tmp_path: Path) -> None:
     words = (*VLLM, "actor_rollout_ref.rollout.verify_weights=full", "trainer.total_training_steps=3")
-    beside, apart = run_ppo(task, tmp_path / "beside", *words), run_ppo(task, tmp_path / "apart", *words, *APART)
+    adjacent, apart = run_ppo(task, tmp_path / "beside", *words), run_ppo(task, tmp_path / "apart", *words, *APART)
     assert len(apart) == 3
-    for mine, theirs in zip(repeatable(apart), repeatable(beside), strict=True):
-        assert mine.keys() == theirs.keys() and mine["training/rollout_log_probs_diff_max"] < 1e-5
-        assert mine.pop("rollout/verified_bytes") == 2 * theirs.pop("rollout/verified_bytes"), "on each rank"
-        assert mine == pytest.approx(theirs, rel=1e-4, abs=1e-6)
+    for mine, expected in zip(repeatable(apart), repeatable(adjacent), strict=True):
+        assert mine.keys() == expected.keys() and mine["training/rollout_log_probs_diff_max"] < 1e-5
+        assert mine.pop("rollout/verified_bytes") == 2 * expected.pop("rollout/verified_bytes"), "on each rank"
+        assert mine == pytest.approx(expected, rel=1e-4, abs=1e-6)

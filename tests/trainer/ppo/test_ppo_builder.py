@@ -15,7 +15,7 @@ MEGATRON = "actor_rollout_ref.actor.strategy=megatron"
 
 
 @pytest.mark.parametrize(
-    ("overrides", "told"),
+    ("overrides", "output"),
     [
         ([MEGATRON, "actor_rollout_ref.model.override_config.hidden_act=gelu"], "actor_rollout_ref.actor: "),
         (
@@ -26,7 +26,7 @@ MEGATRON = "actor_rollout_ref.actor.strategy=megatron"
     ],
 )
 def test_every_role_is_asked_whether_its_engine_can_hold_its_model(
-    overrides: list[str], told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    overrides: list[str], output: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def nothing_starts(*_: Any) -> NoReturn:
         raise AssertionError("a process was started")
@@ -35,9 +35,9 @@ def test_every_role_is_asked_whether_its_engine_can_hold_its_model(
     monkeypatch.setattr(ppo_builder, "reader", lambda config: None)  # there is no data
     path = save_tiny_model(tmp_path / "model")
     models = [f"actor_rollout_ref.model.path={path}", f"critic.model.path={path}", f"trainer.default_local_dir={tmp_path}/run"]
-    with pytest.raises(ValueError, match=rf"^{told}strategy=megatron has the activation silu"):
+    with pytest.raises(ValueError, match=rf"^{output}strategy=megatron has the activation silu"):
         ppo_builder.run(compose("ppo_trainer", PPOConfig, [*models, *overrides]), ())
     unused = [*models, *overrides, "algorithm.adv_estimator=grpo", "actor_rollout_ref.actor.use_kl_loss=false"]
-    if told != "actor_rollout_ref.actor: ":
+    if output != "actor_rollout_ref.actor: ":
         with pytest.raises(AssertionError, match="a process was started"):
             ppo_builder.run(compose("ppo_trainer", PPOConfig, unused), ())

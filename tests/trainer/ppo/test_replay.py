@@ -50,7 +50,7 @@ def contents(run_dir: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("mode", ["rollout", "train"])
-def test_steps_are_equal_to_the_bit_and_the_run_stays_as_it_is(
+def test_steps_are_equal_bitwise_and_the_run_stays_as_it_is(
     mode: str, kept: Run, task: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run_dir, overrides = kept
@@ -90,12 +90,12 @@ def test_a_changed_token_in_the_dump_is_named(copied: Run, task: Path, capfd: py
     save_batch(file, batch, facts)
     uid, sample, position = int(batch.rows["uid"][1]), int(batch.rows["sample"][1]), int(batch.lengths[1]) - 1
     assert again(task, run_dir, overrides, "rollout", 1) == 3
-    told = capfd.readouterr().err
-    assert f"error: tokens (1 of 32 answers; the first: uid {uid}, sample {sample}, token {position})" in told
-    assert "error: reward/failed: 2 then, 0 now" in told, "what the rounds came to"
+    output = capfd.readouterr().err
+    assert f"error: tokens (1 of 32 answers; the first: uid {uid}, sample {sample}, token {position})" in output
+    assert "error: reward/failed: 2 then, 0 now" in output, "what the rounds came to"
     assert again(task, run_dir, overrides, "train", 1) == 3
-    told = capfd.readouterr().err
-    assert "error: actor/grad_norm: " in told and "error: critic/score/mean" not in told
+    output = capfd.readouterr().err
+    assert "error: actor/grad_norm: " in output and "error: critic/score/mean" not in output
 
 
 def test_a_changed_weight_is_found(copied: Run, task: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -122,9 +122,9 @@ def test_without_the_weights_of_the_step_before_it_says_what_is_there(
 ) -> None:
     run_dir, overrides = plain
     assert again(task, run_dir, overrides, "train", 2) == 2
-    told = capfd.readouterr().err
-    assert f"step 2 began with the weights of step 1, in a process that started from {task}/base" in told
-    assert "has checkpoints of steps [2]: replay one of steps [1, 3]" in told
+    output = capfd.readouterr().err
+    assert f"step 2 began with the weights of step 1, in a process that started from {task}/base" in output
+    assert "has checkpoints of steps [2]: replay one of steps [1, 3]" in output
     chosen = ("trainer.resume_mode=resume_path", f"trainer.resume_from_path={run_dir}/global_step_2")
     assert again(task, run_dir, overrides, "train", 2, *chosen) == 2
     assert "step 2 wants the weights of step 1" in capfd.readouterr().err
@@ -143,20 +143,20 @@ def test_a_checkpoint_may_be_named(kept: Run, task: Path, tmp_path: Path, capfd:
 
 
 @pytest.mark.parametrize(
-    ("path", "told"),
+    ("path", "output"),
     [
         ("rollouts/step_9.safetensors", "has step_1.safetensors to step_2.safetensors, 2 files"),
         ("rollouts/step_1.parquet", "is no dump of a batch"),
     ],
 )
 def test_a_path_that_is_no_dump_is_one_line(
-    path: str, told: str, plain: Run, task: Path, capfd: pytest.CaptureFixture[str]
+    path: str, output: str, plain: Run, task: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     run_dir, overrides = plain
     asked = ("trainer.replay.mode=train", f"trainer.replay.path={run_dir / path}")
     assert main_ppo.PROGRAM(ppo_arguments(task, run_dir, *overrides, *asked)) == 2
     errors = [line for line in capfd.readouterr().err.splitlines() if line.startswith("error: ")]
-    assert len(errors) == 1 and told in errors[0]
+    assert len(errors) == 1 and output in errors[0]
 
 
 def test_another_configuration_is_refused(plain: Run, task: Path, capfd: pytest.CaptureFixture[str]) -> None:

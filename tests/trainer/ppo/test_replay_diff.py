@@ -34,7 +34,7 @@ def test_a_changed_token_is_named_and_what_follows_it_is_not_compared() -> None:
     assert found == Difference("tokens", "1 of 4 answers; the first: uid 10, sample 1, token 2", 6.0, 99.0, True)
 
 
-def test_an_answer_that_goes_on_parts_where_the_other_ends() -> None:
+def test_an_answer_that_continues_parts_where_the_other_ends() -> None:
     now = make_batch().select([0, 1, 2, 3])
     longer = Batch(
         lengths=torch.tensor([4, 5, 4, 6]),

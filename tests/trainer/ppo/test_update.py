@@ -110,7 +110,7 @@ def test_weights_follow_what_the_preparation_left() -> None:
     assert draws == again
 
 
-def test_rows_beside_a_mini_batch_come_after_its_weights_and_are_shown_with_it() -> None:
+def test_rows_added_to_a_mini_batch_come_after_its_weights_and_are_shown_with_it() -> None:
     def extend(mini: Batch) -> Batch:
         assert torch.equal(mini.tokens["loss_weight"], token_weights("token-mean", mini.tokens["response_mask"], mini.lengths, 8))
         return Batch.concat([mini, mini.select([0])])
@@ -141,15 +141,15 @@ def test_skipped_updates_are_counted_shown_and_out_of_the_means() -> None:
     metrics = update(cast(Any, model), step_batch(), spec(epochs=1), step=5, watch=lambda *shown: seen.append(shown))
     assert metrics == {"loss": 2.0, "skipped_updates": 1.0}
     assert [mini for mini, _ in seen] == model.given
-    assert [told["skipped_updates"] for _, told in seen] == [0.0, 1.0, 0.0] and math.isnan(seen[1][1]["loss"])
+    assert [output["skipped_updates"] for _, output in seen] == [0.0, 1.0, 0.0] and math.isnan(seen[1][1]["loss"])
     metrics = update(cast(Any, Recorder(skip=range(9))), step_batch(), spec(epochs=1), step=5, watch=unseen)
     assert metrics["skipped_updates"] == 3.0 and math.isnan(metrics["loss"])
 
 
 def test_after_a_rollback_mini_batches_are_cut_otherwise() -> None:
     def learnt(rollbacks: int) -> list[tuple[int, ...]]:
-        model, skips = Recorder(), SimpleNamespace(see=lambda *seen: None)
-        trainer = SimpleNamespace(health=SimpleNamespace(skips=skips), events=None, phases=Phases())
+        model, skips = Recorder(), SimpleNamespace(record=lambda *seen: None)
+        trainer = SimpleNamespace(health=SimpleNamespace(skipped_updates=skips), events=None, phases=Phases())
         loop = SimpleNamespace(rollbacks=Rollbacks(rollbacks), trainer=trainer, updates={"actor": spec()})
         Loop.learn(cast(Any, loop), "actor", cast(Any, model), step_batch(), 5)
         return members(model.given)

@@ -117,5 +117,5 @@ def test_bars_lie_in_their_lane_at_their_time() -> None:
         (pytest.approx(drawn.left + 2 * unit), pytest.approx(2 * unit)),
     ]  # fmt: skip
     assert (gen.y, values.y, ref.y) == (TOP, TOP + drawn.height, TOP)
-    assert values.told == "values: 1.000 to 4.000 s" and [tick.label for tick in drawn.x_ticks][:2] == ["0", "1"]
+    assert values.tooltip == "values: 1.000 to 4.000 s" and [tick.label for tick in drawn.x_ticks][:2] == ["0", "1"]
     assert lanes([("a", "gen", 1.0, 1.0)], {}).bars[0].width == 0.0

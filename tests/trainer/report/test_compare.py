@@ -175,8 +175,8 @@ def broken(tmp_path: Path) -> dict[str, tuple[list[Any], str]]:
 
 
 def test_what_is_wrong_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for words, said in broken(tmp_path).values():
+    for words, message in broken(tmp_path).values():
         assert compare([str(word) for word in words]) == 2
         err = capsys.readouterr().err
-        assert said in err and err.startswith("error: ") and err.count("\n") == 1
+        assert message in err and err.startswith("error: ") and err.count("\n") == 1
     assert compare([]) == 2 and compare(["--help"]) == 0 and "out=PATH" in capsys.readouterr().out

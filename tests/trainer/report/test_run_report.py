@@ -89,8 +89,15 @@ def html(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def test_the_headline_says_what_came_of_it(html: str) -> None:
     text = Page(html).text
-    for said in ("4 problems 0.250 → 0.750 +0.500", "steps 40", "tokens 40k", "time 2 min 20 s", "tokens/s/GPU 300", "MFU 12.5%"):
-        assert said in text, said
+    for message in (
+        "4 problems 0.250 → 0.750 +0.500",
+        "steps 40",
+        "tokens 40k",
+        "time 2 min 20 s",
+        "tokens/s/GPU 300",
+        "MFU 12.5%",
+    ):
+        assert message in text, message
 
 
 def test_nothing_of_a_run_becomes_markup(html: str) -> None:
@@ -181,7 +188,7 @@ def test_each_worker_of_the_last_step_has_a_lane(tmp_path: Path) -> None:
     assert found is not None
     step, drawn = found
     assert step == 2 and [name.label for name in drawn.names] == ["a 0", "a 1", "b 0", "controller"]
-    assert [bar.told for bar in drawn.bars] == [
+    assert [bar.tooltip for bar in drawn.bars] == [
         "generation: 0.000 to 0.500 s", "generation: 0.000 to 0.250 s", "update: 0.600 to 0.900 s", "adv: 0.500 to 0.600 s",
     ]  # fmt: skip
     assert dict(zip(drawn.labels, drawn.colors, strict=True)) == {"generation": 3, "update": 4, "adv": 1}, "a phase's everywhere"
@@ -251,7 +258,7 @@ def rested(rests: list[float]) -> Callable[[threading.Event, float | None], bool
     return waited
 
 
-def test_a_page_that_cannot_be_written_is_told_once_and_ends_no_run(
+def test_a_page_that_cannot_be_written_is_reported_once_and_ends_no_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fails(run_dir: Path) -> None:
@@ -260,10 +267,10 @@ def test_a_page_that_cannot_be_written_is_told_once_and_ends_no_run(
     monkeypatch.setattr("trainer.report.run_report.write_report", fails)
     tracker = growing(tmp_path, 3)
     deadline = time.monotonic() + 10
-    while not (said := capsys.readouterr().err) and time.monotonic() < deadline:
+    while not (message := capsys.readouterr().err) and time.monotonic() < deadline:
         time.sleep(0.01)
     tracker.close()
-    assert said.splitlines()[0].endswith("is not written while the run goes on: OSError: no space left")
+    assert message.splitlines()[0].endswith("is not written during the run: OSError: no space left")
 
 
 def test_a_thousand_steps_are_a_few_megabytes(tmp_path: Path) -> None:
@@ -327,7 +334,7 @@ def test_the_command(tmp_path: Path) -> None:
         main([str(tmp_path)])
 
 
-def test_what_happened_beside_the_steps_is_told(tmp_path: Path) -> None:
+def test_events_between_the_steps_are_reported(tmp_path: Path) -> None:
     make_run(tmp_path, steps=2)
     assert "What happened" not in Page(write_report(tmp_path).read_text()).text
     Events(tmp_path).add(2, "<img>restart", f"a worker\ndied {HOSTILE}")

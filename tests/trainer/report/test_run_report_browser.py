@@ -113,7 +113,7 @@ def test_everything_is_there(browser: webdriver.Chrome) -> None:
     assert "python" in browser.find_element(By.XPATH, "//details[summary='Environment']").text
 
 
-def test_a_chart_tells_its_values_where_the_pointer_is(browser: webdriver.Chrome) -> None:
+def test_a_chart_reports_its_values_where_the_pointer_is(browser: webdriver.Chrome) -> None:
     chart = next(card for card in browser.find_elements(By.CSS_SELECTOR, ".chart") if "Held-out accuracy" in card.text)
     svg, tip = chart.find_element(By.TAG_NAME, "svg"), chart.find_element(By.CSS_SELECTOR, ".tip")
     assert not tip.is_displayed()

@@ -15,7 +15,7 @@ from configs.compose import compose
 from configs.schema.alarms import AlarmConfig
 from configs.schema.ppo import PPOConfig
 from trainer.resilience.alarms import END_TOKENS, MEAN, SKIPPED_IN_A_ROW, WINDOW, Alarm, Alarms, ppo_alarms, react
-from trainer.run.errors import Found
+from trainer.run.errors import CheckFailed
 from trainer.run.events import Events
 from trainer.run.run_dir import EVENTS, read_lines
 
@@ -48,7 +48,7 @@ def healthy(steps: int, seed: int = 0, **changes: Any) -> list[dict[str, float]]
 
 
 def rung(alarms: Alarms, run: Sequence[dict[str, float]], first: int = 1) -> list[tuple[int, Alarm]]:
-    return [(step, alarm) for step, metrics in enumerate(run, first) for alarm in alarms.see(step, metrics)]
+    return [(step, alarm) for step, metrics in enumerate(run, first) for alarm in alarms.evaluate(step, metrics)]
 
 
 def fallen(steps: int, healthy_steps: int, before: float, after: float) -> np.ndarray:
@@ -76,20 +76,20 @@ SICK: dict[str, tuple[dict[str, Any], int]] = {
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_sick_run_is_told_once_by_its_own_alarm(name: str) -> None:
+def test_a_diverged_run_is_reported_once_by_its_own_alarm(name: str) -> None:
     changes, when = SICK[name]
-    told = rung(ppo_alarms(with_alarm(name, action="warn")), healthy(40, **changes))
-    assert [(step, alarm.text.split(":")[0], alarm.action) for step, alarm in told] == [(when, name, "warn")]
+    output = rung(ppo_alarms(with_alarm(name, action="warn")), healthy(40, **changes))
+    assert [(step, alarm.text.split(":")[0], alarm.action) for step, alarm in output] == [(when, name, "warn")]
     bound = asdict(CONFIG.alarms)[name]["bound"]
-    assert f"alarms.{name}.bound={bound:g}" in told[0][1].text and len(told[0][1].text) < 400
+    assert f"alarms.{name}.bound={bound:g}" in output[0][1].text and len(output[0][1].text) < 400
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_patience_is_steps_in_a_row(name: str) -> None:
     changes, when = SICK[name]
     default = asdict(CONFIG.alarms)[name]["patience"]
-    told = rung(ppo_alarms(with_alarm(name, patience=default + 3, action="warn")), healthy(40, **changes))
-    assert [step for step, _ in told] == [when + 3]
+    output = rung(ppo_alarms(with_alarm(name, patience=default + 3, action="warn")), healthy(40, **changes))
+    assert [step for step, _ in output] == [when + 3]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -115,21 +115,21 @@ def test_no_alarm_in_a_healthy_run(seed: int, steps: int, shift: float, scale: f
 def test_any_series_is_taken_and_a_resumed_run_rings_alike(run: list[dict[str, float]], cut: int) -> None:
     """Numbers that are not finite and metrics that are missing among them; what is remembered passes through JSON."""
     whole = ppo_alarms(CONFIG)
-    told = rung(whole, run)
+    output = rung(whole, run)
     broken = ppo_alarms(CONFIG)
     first = rung(broken, run[:cut])
     resumed = ppo_alarms(CONFIG)
     resumed.load(json.loads(json.dumps(broken.state(), allow_nan=False)))
-    assert first + rung(resumed, run[cut:], first=len(run[:cut]) + 1) == told
+    assert first + rung(resumed, run[cut:], first=len(run[:cut]) + 1) == output
     assert resumed.state() == whole.state()
 
 
 @settings(max_examples=25, deadline=None)
 @given(st.integers(MEAN + 5, 60), st.floats(0.45, 1.0))
-def test_a_collapse_is_told_soon(before: int, depth: float) -> None:
+def test_a_collapse_is_reported_soon(before: int, depth: float) -> None:
     run = healthy(before + 20, **{"critic/score/mean": fallen(before + 20, before, 1.0, 1.0 - depth)})
-    (told,) = rung(ppo_alarms(CONFIG), run)
-    assert before < told[0] <= before + MEAN + CONFIG.alarms.reward.patience
+    (output,) = rung(ppo_alarms(CONFIG), run)
+    assert before < output[0] <= before + MEAN + CONFIG.alarms.reward.patience
 
 
 def test_a_warning_comes_again_after_the_run_was_well() -> None:
@@ -152,10 +152,10 @@ def test_what_must_act_rings_until_it_did() -> None:
 
 def test_healthy_until_is_before_all_that_the_alarm_has_looked_at() -> None:
     """The mean of ten steps is under its bound from step 24 on: it is of steps 15 to 24."""
-    (told,) = rung(ppo_alarms(with_alarm("reward", action="warn")), healthy(40, **SICK["reward"][0]))
-    assert told[1].healthy_until == 24 - MEAN
-    (told,) = rung(ppo_alarms(CONFIG), healthy(40, **SICK["ref_kl"][0]))
-    assert told[1].healthy_until == 20
+    (output,) = rung(ppo_alarms(with_alarm("reward", action="warn")), healthy(40, **SICK["reward"][0]))
+    assert output[1].healthy_until == 24 - MEAN
+    (output,) = rung(ppo_alarms(CONFIG), healthy(40, **SICK["ref_kl"][0]))
+    assert output[1].healthy_until == 20
 
 
 @pytest.mark.parametrize(
@@ -184,10 +184,10 @@ def test_a_held_out_score_is_lost_by_half_and_beyond_noise(accuracies: list[floa
         {"val/accuracy": share, "val/accuracy_std": std, "val/accuracy_min": 0.0, "val/problems": float(problems)}
         for share, std in zip(accuracies, spreads, strict=True)
     ]
-    alarms, told = ppo_alarms(CONFIG), []
+    alarms, output = ppo_alarms(CONFIG), []
     for number, measured in enumerate(run, 1):
-        told += [number for _ in alarms.see(10 * number, measured)] + [0 for _ in alarms.see(10 * number + 1, {})]
-    assert told == when
+        output += [number for _ in alarms.evaluate(10 * number, measured)] + [0 for _ in alarms.evaluate(10 * number + 1, {})]
+    assert output == when
 
 
 def test_the_held_out_score_of_a_reward_model_has_its_own_zero() -> None:
@@ -198,7 +198,7 @@ def test_the_held_out_score_of_a_reward_model_has_its_own_zero() -> None:
     assert step == 2 and "in parts of the best, is 0.667" in alarm.text
 
 
-def test_where_answers_shall_not_end_nobody_asks_whether_they_do() -> None:
+def test_where_answers_shall_not_end_no_one_asks_whether_they_do() -> None:
     models = CONFIG.actor_rollout_ref
     config = replace(CONFIG, actor_rollout_ref=replace(models, rollout=replace(models.rollout, ignore_eos=True)))
     assert rung(ppo_alarms(config), healthy(40, **SICK["truncated"][0], **SICK["end_token"][0])) == []
@@ -209,7 +209,7 @@ def test_a_checkpoint_of_before_there_were_these_alarms_is_taken() -> None:
     alarms.load(
         {"memory": {"recent": {}, "extremes": {"critic/score max": 1.0}}, "beyond": {"reward": 2}, "since": {"reward": 7}}
     )
-    assert [alarm.text.split(":")[0] for alarm in alarms.see(9, {"reward/failed_share": 0.5})] == ["failed_rewards"]
+    assert [alarm.text.split(":")[0] for alarm in alarms.evaluate(9, {"reward/failed_share": 0.5})] == ["failed_rewards"]
 
 
 @pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-sum"])
@@ -219,12 +219,12 @@ def test_the_kl_of_the_loss_counts_where_it_is_a_mean_over_tokens(mode: Any) -> 
     assert len(rung(ppo_alarms(config), healthy(40, **SICK["ref_kl"][0]))) == (mode == "token-mean")
 
 
-def test_a_stop_is_an_error_and_everything_is_told_first(tmp_path: Path) -> None:
+def test_a_stop_is_an_error_and_everything_is_reported_first(tmp_path: Path) -> None:
     events = Events(tmp_path)
     warning, back, end = (Alarm(action, f"{action} text", 3) for action in ("warn", "rollback", "stop"))  # type: ignore[arg-type]
     assert react([], events, 7) is None and react([warning], events, 7) is None
     assert react([warning, back], events, 8) is back
-    with pytest.raises(Found, match="stopped at step 9 by an alarm: stop text"):
+    with pytest.raises(CheckFailed, match="stopped at step 9 by an alarm: stop text"):
         react([back, end, warning], events, 9)
     assert [event["text"].split()[0] for event in read_lines(tmp_path / EVENTS)] == [
         "warn", "warn", "rollback", "rollback", "stop", "warn"

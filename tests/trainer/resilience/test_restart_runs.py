@@ -33,15 +33,15 @@ def start(task: Path, run_dir: Path, *overrides: str) -> subprocess.Popen[str]:
     return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-def test_a_worker_is_killed_and_the_run_is_the_same_to_the_bit(task: Path, tmp_path: Path) -> None:
+def test_a_worker_is_killed_and_the_run_is_the_same_bitwise(task: Path, tmp_path: Path) -> None:
     whole = run_ppo(task, tmp_path / "whole", *SIX, loss_that(tmp_path / "plain", "pass"))
     run = start(task, tmp_path / "run", loss_that(tmp_path, f"n == 3 and {DIE}"))
-    _, said = run.communicate()
-    assert run.returncode == 0, said
+    _, message = run.communicate()
+    assert run.returncode == 0, message
     assert repeatable(metrics_of(tmp_path / "run")) == repeatable(whole)
     ((step, kind, text),) = events_of(tmp_path / "run")
     assert (step, kind) == (2, "restart")
-    assert re.match(r"1 of 1: rank 0 failed in .*: process ", text) and text.endswith("it goes on from step 2")
+    assert re.match(r"1 of 1: rank 0 failed in .*: process ", text) and text.endswith("it resumes from step 2")
     assert "killed by a signal" in text and survivors(str(tmp_path / "run")) == []
 
 
@@ -51,16 +51,16 @@ def test_among_two_ranks_the_group_starts_again_in_smaller_micro_batches(task: P
     fault = f"m = dist.get_rank() and call('of_rank_1'); m == 3 and {TOO_MUCH}; m == 8 and {DIE}"
     rows = "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=16"
     run = start(task, tmp_path / "run", "trainer.n_gpus_per_node=2", rows, loss_that(tmp_path, fault))
-    _, said = run.communicate()
-    assert run.returncode == 0, said
+    _, message = run.communicate()
+    assert run.returncode == 0, message
     assert [step["training/global_step"] for step in metrics_of(tmp_path / "run")] == [1, 2, 3, 4, 5, 6]
-    told = events_of(tmp_path / "run")
-    assert [(step, kind) for step, kind, _ in told] == [(2, "out of memory"), (2, "restart"), (4, "restart")]
-    assert told[0][2].startswith(
+    output = events_of(tmp_path / "run")
+    assert [(step, kind) for step, kind, _ in output] == [(2, "out of memory"), (2, "restart"), (4, "restart")]
+    assert output[0][2].startswith(
         "actor: memory ran out in the update, at micro-batches of up to 16 rows; from now on they have 8 at"
     )
-    assert re.match(r"in smaller micro-batches: rank 1 failed in .*: OutOfMemory: ", told[1][2])
-    assert re.match(r"1 of 1: rank 1 failed in .*: process ", told[2][2]) and told[2][2].endswith("from step 4")
+    assert re.match(r"in smaller micro-batches: rank 1 failed in .*: OutOfMemory: ", output[1][2])
+    assert re.match(r"1 of 1: rank 1 failed in .*: process ", output[2][2]) and output[2][2].endswith("from step 4")
     for step in (4, 6):
         manifest = json.loads((tmp_path / "run" / f"global_step_{step}" / "manifest.json").read_text())
         assert manifest["state"]["actor_budget"] == {"max_tokens": None, "max_rows": 8}
@@ -73,7 +73,7 @@ def test_sigterm_to_the_driver_waits_for_the_step(task: Path, tmp_path: Path) ->
     while not (tmp_path / "losses").exists() and run.poll() is None:
         time.sleep(0.05)
     run.send_signal(signal.SIGTERM)
-    _, said = run.communicate()
-    assert run.returncode == 143, said
-    assert said.splitlines()[-1].endswith(f"goes on from {tmp_path / 'run' / 'global_step_1'}")
+    _, message = run.communicate()
+    assert run.returncode == 143, message
+    assert message.splitlines()[-1].endswith(f"resumes from {tmp_path / 'run' / 'global_step_1'}")
     assert len((tmp_path / "losses").read_text()) == 1 and survivors(str(tmp_path / "run")) == []

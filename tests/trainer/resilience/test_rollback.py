@@ -104,12 +104,12 @@ def weights_of(run_dir: Path) -> dict[str, torch.Tensor]:
 
 def assert_the_same(run_dir: Path, whole: Path) -> None:
     assert repeatable(metrics_of(run_dir)) == repeatable(metrics_of(whole))
-    mine, theirs = weights_of(run_dir), weights_of(whole)
-    assert len(mine) > 120 and mine.keys() == theirs.keys()
-    assert all(torch.equal(weight, theirs[name]) for name, weight in mine.items())
+    mine, expected = weights_of(run_dir), weights_of(whole)
+    assert len(mine) > 120 and mine.keys() == expected.keys()
+    assert all(torch.equal(weight, expected[name]) for name, weight in mine.items())
 
 
-def test_a_sick_run_goes_back_and_ends_well_on_other_data(whole: Path) -> None:
+def test_a_diverged_run_goes_back_and_ends_well_on_other_data(whole: Path) -> None:
     steps = metrics_of(whole)
     assert [step["training/global_step"] for step in steps] == list(range(1, STEPS + 1)), "no step twice"
     assert [step.get("training/rollbacks", 0.0) for step in steps] == [0.0] * GOOD + [1.0] * (STEPS - GOOD)
@@ -124,7 +124,7 @@ def test_a_sick_run_goes_back_and_ends_well_on_other_data(whole: Path) -> None:
     assert "back to the checkpoint" in (whole / "report.html").read_text()
 
 
-def test_the_data_goes_on_after_what_was_drawn(whole: Path) -> None:
+def test_the_data_continues_after_what_was_drawn(whole: Path) -> None:
     def uids(directory: Path, step: int) -> set[int]:
         return set(pq.read_table(directory / "rollouts" / f"step_{step}.parquet")["uid"].to_pylist())
 
@@ -168,9 +168,9 @@ def test_no_stream_goes_back(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr("trainer.ppo.loop.find_up_to", lambda run_dir, step, check: SimpleNamespace(step=step))
     trainer = SimpleNamespace(
-        models={}, watchdog=None, stateful={"data": prompts, "ptx": texts}, load=load, step=7, life=SimpleNamespace(run_dir=None),
-        saver=SimpleNamespace(settle=lambda: None), tracker=SimpleNamespace(go_back=lambda step: Path("earlier_1")),
-        events=SimpleNamespace(add=lambda *event: None),
+        models={}, watchdog=None, stateful={"data": prompts, "ptx": texts}, load=load, step=7,
+        lifecycle=SimpleNamespace(run_dir=None), saver=SimpleNamespace(finish_pending=lambda: None),
+        tracker=SimpleNamespace(go_back=lambda step: Path("earlier_1")), events=SimpleNamespace(add=lambda *event: None),
     )  # fmt: skip
     config = SimpleNamespace(alarms=SimpleNamespace(max_rollbacks=2))
     loop = SimpleNamespace(trainer=trainer, rollbacks=Rollbacks(), config=config, sync_weights=lambda step: None)
@@ -217,7 +217,7 @@ def test_a_policy_that_collapses_stops_the_run(task: Path, tmp_path: Path, capfd
     assert all(math.isfinite(step["critic/score/mean"]) for step in steps)
 
 
-def test_an_update_that_is_not_finite_is_skipped_dumped_and_told(task: Path, tmp_path: Path) -> None:
+def test_an_update_that_is_not_finite_is_skipped_dumped_and_reported(task: Path, tmp_path: Path) -> None:
     loss = f"actor_rollout_ref.actor.policy_loss.loss_mode={task}/loss.py:in_the_second"
     run_ppo(task, tmp_path, loss, "trainer.total_training_steps=3", "trainer.save_freq=1")
     steps = read_metrics(tmp_path)

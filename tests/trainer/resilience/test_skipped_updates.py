@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.workers.test_batch import numbered
-from trainer.resilience.skipped_updates import MOST_DUMPS, Skips
+from trainer.resilience.skipped_updates import MOST_DUMPS, SkippedUpdates
 from trainer.run.events import Events
 from trainer.run.run_dir import EVENTS, read_lines
 from trainer.tracking.batch_file import load_batch
@@ -20,24 +20,24 @@ BATCH = numbered([3, 4])
 
 
 @pytest.fixture
-def skips(tmp_path: Path) -> Skips:
-    return Skips(tmp_path, Events(tmp_path), CONFIG)
+def skips(tmp_path: Path) -> SkippedUpdates:
+    return SkippedUpdates(tmp_path, Events(tmp_path), CONFIG)
 
 
-def texts(skips: Skips) -> list[str]:
+def texts(skips: SkippedUpdates) -> list[str]:
     return [event["text"] for event in read_lines(skips.events.path.parent / EVENTS)]
 
 
-def test_what_was_applied_leaves_no_trace(skips: Skips, tmp_path: Path) -> None:
-    skips.see("actor", 1, BATCH, APPLIED)
-    assert skips.tell(1) == {} and list(tmp_path.iterdir()) == []
+def test_what_was_applied_leaves_no_trace(skips: SkippedUpdates, tmp_path: Path) -> None:
+    skips.record("actor", 1, BATCH, APPLIED)
+    assert skips.report(1) == {} and list(tmp_path.iterdir()) == []
 
 
-def test_a_step_is_told_once_and_its_first_batch_of_a_role_kept(skips: Skips, tmp_path: Path) -> None:
+def test_a_step_is_reported_once_and_its_first_batch_of_a_role_kept(skips: SkippedUpdates, tmp_path: Path) -> None:
     other = BATCH.select([1])
     for role, batch in (("critic", other), ("actor", BATCH), ("actor", other)):
-        skips.see(role, 3, batch, SKIPPED)
-    assert skips.tell(3) == {"training/skipped_in_a_row": 2.0}
+        skips.record(role, 3, batch, SKIPPED)
+    assert skips.report(3) == {"training/skipped_in_a_row": 2.0}
     assert texts(skips) == [
         "3 updates were skipped, on all ranks alike: critic: loss nan, norm of the gradient inf; its batch is in "
         "logs/nonfinite/step_3_critic.safetensors"
@@ -52,20 +52,20 @@ def test_a_step_is_told_once_and_its_first_batch_of_a_role_kept(skips: Skips, tm
         "metrics": {"loss": "NaN", "grad_norm": "Infinity", "skipped_updates": 1.0},
         "config": {"trainer": {"hf_token": "***", "seed": 1}},
     }
-    assert skips.tell(4) == {"training/skipped_in_a_row": 2.0} and len(texts(skips)) == 1, "nothing new"
+    assert skips.report(4) == {"training/skipped_in_a_row": 2.0} and len(texts(skips)) == 1, "nothing new"
 
 
-def test_columns_that_are_one_tensor_are_kept_too(skips: Skips, tmp_path: Path) -> None:
+def test_columns_that_are_one_tensor_are_kept_too(skips: SkippedUpdates, tmp_path: Path) -> None:
     """safetensors refuses tensors that share memory."""
     mask = torch.ones(7)
-    skips.see("model", 1, BATCH.with_tokens(response_mask=mask, kept_mask=mask), SKIPPED)
+    skips.record("model", 1, BATCH.with_tokens(response_mask=mask, kept_mask=mask), SKIPPED)
     assert (tmp_path / "logs/nonfinite/step_1_model.safetensors").is_file()
 
 
-def test_the_first_batches_are_kept_and_no_more(skips: Skips, tmp_path: Path) -> None:
+def test_the_first_batches_are_kept_and_no_more(skips: SkippedUpdates, tmp_path: Path) -> None:
     for step in range(1, MOST_DUMPS + 3):
-        skips.see("actor", step, BATCH, SKIPPED)
-        skips.tell(step)
+        skips.record("actor", step, BATCH, SKIPPED)
+        skips.report(step)
     assert {path.name for path in (tmp_path / "logs/nonfinite").iterdir()} == {
         f"step_{n}_actor.safetensors" for n in range(1, MOST_DUMPS + 1)
     }
@@ -74,23 +74,23 @@ def test_the_first_batches_are_kept_and_no_more(skips: Skips, tmp_path: Path) ->
     ] * 2
 
 
-def test_a_dump_that_was_not_finished_is_written_again(skips: Skips, tmp_path: Path) -> None:
+def test_a_dump_that_was_not_finished_is_written_again(skips: SkippedUpdates, tmp_path: Path) -> None:
     directory = tmp_path / "logs/nonfinite"
     directory.mkdir(parents=True)
     for step in range(1, MOST_DUMPS + 1):
         (directory / f"step_{step}_actor.safetensors.partial").write_bytes(b"half")
-    skips.see("actor", 1, BATCH, SKIPPED)
+    skips.record("actor", 1, BATCH, SKIPPED)
     kept, _ = load_batch(directory / "step_1_actor.safetensors")
     assert torch.equal(kept.lengths, BATCH.lengths)
 
 
-def test_a_row_ends_with_an_update_of_the_same_role_and_survives_a_resume(skips: Skips, tmp_path: Path) -> None:
+def test_a_row_ends_with_an_update_of_the_same_role_and_survives_a_resume(skips: SkippedUpdates, tmp_path: Path) -> None:
     for metrics in (SKIPPED, SKIPPED):
-        skips.see("actor", 1, BATCH, metrics)
-    skips.see("critic", 1, BATCH, APPLIED)
-    resumed = Skips(tmp_path, skips.events, CONFIG)
+        skips.record("actor", 1, BATCH, metrics)
+    skips.record("critic", 1, BATCH, APPLIED)
+    resumed = SkippedUpdates(tmp_path, skips.events, CONFIG)
     resumed.load(json.loads(json.dumps(skips.state())))
-    resumed.see("actor", 2, BATCH, SKIPPED)
-    assert resumed.tell(2) == {"training/skipped_in_a_row": 3.0}
-    resumed.see("actor", 3, BATCH, APPLIED)
-    assert resumed.tell(3) == {}
+    resumed.record("actor", 2, BATCH, SKIPPED)
+    assert resumed.report(2) == {"training/skipped_in_a_row": 3.0}
+    resumed.record("actor", 3, BATCH, APPLIED)
+    assert resumed.report(3) == {}

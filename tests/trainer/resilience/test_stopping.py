@@ -62,16 +62,16 @@ def test_a_step_begins_if_it_and_a_save_fit(tmp_path: Path, phases: list[tuple[d
         clock.check()
 
 
-def test_time_that_is_up_is_said_with_its_arithmetic(tmp_path: Path) -> None:
+def test_time_that_is_up_is_stated_with_its_arithmetic(tmp_path: Path) -> None:
     clock = with_seconds_left(tmp_path, 10.0)
     (tmp_path / "global_step_7").mkdir()
     with clock:
         assert clock.is_due(7, {"step": 8.0}, 3.0, Events(tmp_path))
     with pytest.raises(
         Stopped, match=r"^stopped after step 7: the longest step \(8\.0 s\) and save \(3\.0 s\) do not fit into"
-    ) as told:
+    ) as output:
         clock.check()
-    assert told.value.code == 0 and str(told.value).endswith(f"goes on from {tmp_path / 'global_step_7'}")
+    assert output.value.code == 0 and str(output.value).endswith(f"resumes from {tmp_path / 'global_step_7'}")
 
 
 def test_without_a_walltime_there_is_no_end(tmp_path: Path) -> None:
@@ -92,7 +92,7 @@ def test_signals_wait_only_while_there_are_steps(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("number", SIGNALS)
-def test_the_first_signal_is_noted_and_the_next_sigterm_is_for_whoever_was_there_before(
+def test_the_first_signal_is_noted_and_the_next_sigterm_is_for_the_previous_handler(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], number: signal.Signals
 ) -> None:
     clock = stopping(tmp_path)
@@ -105,9 +105,9 @@ def test_the_first_signal_is_noted_and_the_next_sigterm_is_for_whoever_was_there
         assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
         os.kill(os.getpid(), signal.SIGUSR1)  # Slurm may send it again
     clock.check()  # it came to its end all the same
-    with pytest.raises(Stopped) as told:
-        clock.check(fell=True)
-    assert told.value.code == 128 + number and "from the beginning: there is no checkpoint" in str(told.value)
+    with pytest.raises(Stopped) as output:
+        clock.check(after_failure=True)
+    assert output.value.code == 128 + number and "from the beginning: there is no checkpoint" in str(output.value)
 
 
 def test_the_walltime_counts_from_the_programs_start(tmp_path: Path) -> None:
@@ -118,10 +118,10 @@ from tests.trainer.resilience.test_stopping import stopping
 from trainer.run.events import Events
 print(stopping(Path({str(tmp_path)!r}), "trainer.walltime=1.4").is_due(0, {{}}, 0.0, Events(Path({str(tmp_path)!r}))))
 """
-    said = subprocess.run(
+    message = subprocess.run(
         [sys.executable, "-c", script], cwd=Path(__file__).parents[3], capture_output=True, text=True, check=True
     )
-    assert said.stdout == "True\n"
+    assert message.stdout == "True\n"
 
 
 NEVER = {"memory_warn": 0.0, "memory_stop": 0.0, "disk_warn_gb": 0.0, "disk_stop_gb": 0.0}
@@ -143,17 +143,17 @@ def checkpoint(run_dir: Path, step: int, megabytes: int) -> None:
         file.truncate(megabytes * 10**6)  # a hole: it counts, and takes nothing
 
 
-def test_nothing_is_said_where_all_is_off_or_well(tmp_path: Path) -> None:
+def test_nothing_is_reported_where_all_is_off_or_well(tmp_path: Path) -> None:
     for quiet in (watch(tmp_path), watch(tmp_path, memory_warn=1e-6, memory_stop=1e-6, disk_warn_gb=1e-6, disk_stop_gb=1e-6)):
         assert list(quiet.warnings()) == [] and quiet.shortage() is None
 
 
 def test_each_warning_comes_once(tmp_path: Path) -> None:
     anxious = watch(tmp_path, memory_warn=1.0, disk_warn_gb=free_gb(tmp_path) + 100)
-    (memory, said), (disk, told) = anxious.warnings()
+    (memory, message), (disk, output) = anxious.warnings()
     assert (memory, disk) == ("low memory", "low disk")
-    assert "memory are available" in said and said.endswith("less than trainer.watch.memory_warn=1")
-    assert f"free where {tmp_path} is, less than trainer.watch.disk_warn_gb=" in told
+    assert "memory are available" in message and message.endswith("less than trainer.watch.memory_warn=1")
+    assert f"free where {tmp_path} is, less than trainer.watch.disk_warn_gb=" in output
     assert list(anxious.warnings()) == [] and anxious.shortage() is None
 
 

@@ -5,7 +5,7 @@ import pytest
 
 from tests.trainer.rewards.server import Reply, Server
 from trainer.rewards import http_client
-from trainer.rewards.http_client import Passing, RequestRefused, connection_problem, post, with_retries
+from trainer.rewards.http_client import RequestRefused, TransientError, connection_problem, post, with_retries
 
 
 class Echo(Server):
@@ -25,7 +25,7 @@ def test_the_loopback_is_asked_without_a_proxy(monkeypatch: pytest.MonkeyPatch) 
         url = f"http://127.0.0.1:{server.server_port}/x"
         assert post(url, b"[1]", token=None, timeout=5.0, timeout_key="t") == [1]
         assert connection_problem(url, 5.0) is None
-    with pytest.raises(Passing, match="Connection refused"):  # the proxy's
+    with pytest.raises(TransientError, match="Connection refused"):  # the proxy's
         post("http://rewards.invalid/x", b"[1]", token=None, timeout=5.0, timeout_key="t")
     assert connection_problem("http://rewards.invalid/x", 5.0) is None, "the proxy alone could tell"
 
@@ -51,7 +51,7 @@ def test_pauses_double(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trainer.rewards.http_client.time.sleep", slept.append)
 
     def never() -> Path:
-        raise Passing("busy")
+        raise TransientError("busy")
 
     with pytest.raises(RequestRefused, match="after 4 requests; the last: busy"):
         with_retries(never, retries=3, backoff=0.5)

@@ -5,12 +5,12 @@ from pathlib import Path
 import torch
 
 from tests.reward_models import make_reward_model, tokenizer_of
-from trainer.data.conversations import words_of
+from trainer.data.conversations import tokenizer_fingerprint
 from trainer.data.dataset import Prompt
 from trainer.rewards.remote.openrlhf_protocol import from_request, to_request
-from trainer.rewards.requests import to_score
-from trainer.rewards.scoring import Answer
-from trainer.rollout.responses import texts_of
+from trainer.rewards.requests import responses_to_score
+from trainer.rewards.scoring import Response
+from trainer.rollout.responses import decode_responses
 from workers.batch import Batch
 
 
@@ -21,13 +21,13 @@ def test_special_tokens_are_excluded_from_scored_text_and_sent_to_servers(tmp_pa
     four, two = tokenizer("42", add_special_tokens=False)["input_ids"]
     written = [four, pad, two, eos]
     answers = Batch(torch.tensor([4]), {"input_ids": torch.tensor(written)}, {"finished": torch.tensor([1])})
-    texts = texts_of(answers, tokenizer)
+    texts = decode_responses(answers, tokenizer)
     assert texts == ["42"] == [tokenizer.decode(written, skip_special_tokens=True)]
     cut = Batch(torch.tensor([3]), {"input_ids": torch.tensor(written[:3])}, {"finished": torch.tensor([0])})
-    assert texts_of(cut, tokenizer) == ["42"], "also of one that was cut"
+    assert decode_responses(cut, tokenizer) == ["42"], "also of one that was cut"
     prompts = [Prompt(0, (two, two), "22", "mine", "4", {}, "22")]
     whole = Batch(torch.tensor([6]), {"input_ids": torch.tensor([two, two, *written])}, {"finished": torch.tensor([1])})
-    (answer,) = to_score(prompts, texts, whole, tokenizer, for_servers=True)
+    (answer,) = responses_to_score(prompts, texts, whole, tokenizer, for_servers=True)
     assert answer.solution_str == "42" and answer.ids == [two, two, *written]
     request = to_request([answer])
     assert request["responses"] == ["42"] and request["query"] == ["224<pad>2<eos>"]
@@ -44,9 +44,9 @@ def test_servers_receive_the_whole_sequence_and_rules_the_response(tmp_path: Pat
         tokens={"input_ids": torch.tensor([token for row in rows for token in row])},
         rows={"finished": torch.tensor([1, 0])},
     )
-    plain = [Answer("mine", "4", "4", {"i": 0}, True), Answer("mine", "fo", "4", {"i": 1}, False)]
-    assert to_score(prompts, ["4", "fo"], batch, tokenizer, for_servers=False) == plain
-    request = to_request(to_score(prompts, ["4", "fo"], batch, tokenizer, for_servers=True))
+    plain = [Response("mine", "4", "4", {"i": 0}, True), Response("mine", "fo", "4", {"i": 1}, False)]
+    assert responses_to_score(prompts, ["4", "fo"], batch, tokenizer, for_servers=False) == plain
+    request = to_request(responses_to_score(prompts, ["4", "fo"], batch, tokenizer, for_servers=True))
     assert request["query"] == ["2+2=4<eos>", "2+2=fo"] and request["prompts"] == ["2+2=", "2+2="]
     assert request["token_ids"] == rows and request["messages"] == [messages] * 2
-    assert request["tokenizers"] == [words_of(tokenizer)] * 2 and words_of(tokenizer) != ""
+    assert request["tokenizers"] == [tokenizer_fingerprint(tokenizer)] * 2 and tokenizer_fingerprint(tokenizer) != ""

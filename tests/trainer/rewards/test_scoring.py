@@ -5,9 +5,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from trainer.rewards.scoring import Answer, Score, score_all, score_one
+from trainer.rewards.scoring import Response, Score, score_all, score_one
 
-ANSWER = Answer("source", "text", "truth", {"index": 3}, finished=True)
+ANSWER = Response("source", "text", "truth", {"index": 3}, finished=True)
 
 
 def returning(result: Any) -> Any:
@@ -51,7 +51,7 @@ def test_exception_becomes_one_line_with_its_location(error: BaseException) -> N
     assert score.error.startswith(type(error).__name__) and "test_scoring.py:" in score.error and "\n" not in score.error
 
 
-ANSWERS = [ANSWER, Answer("other", "words", None, {"index": 4}, finished=False)]
+ANSWERS = [ANSWER, Response("other", "words", None, {"index": 4}, finished=False)]
 
 
 def returning_all(results: Any) -> list[Score]:

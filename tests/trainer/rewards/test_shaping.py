@@ -77,7 +77,7 @@ def test_rounding_does_not_count_as_deviation() -> None:
 def test_running_moments_are_those_of_all_values(batches: list[list[float]]) -> None:
     moments = RunningMoments()
     for batch in batches:
-        moments.see(torch.tensor(batch))
+        moments.update(torch.tensor(batch))
     everything = [value for batch in batches for value in batch]
     assert moments.count == len(everything)
     assert moments.mean == pytest.approx(math.fsum(everything) / len(everything), rel=1e-9, abs=1e-9)
@@ -102,11 +102,11 @@ def test_resumed_statistics_are_bitwise_identical() -> None:
     whole, resumed = RunningMoments(), RunningMoments()
     batches = torch.randn(6, 5)
     for batch in batches[:3]:
-        whole.see(batch)
+        whole.update(batch)
     resumed.load(json.loads(json.dumps(whole.state())))
     for batch in batches[3:]:
-        whole.see(batch)
-        resumed.see(batch)
+        whole.update(batch)
+        resumed.update(batch)
     assert resumed == whole
 
 

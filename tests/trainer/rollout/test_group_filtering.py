@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from configs.schema.ppo import FilterGroupsConfig
-from trainer.rollout.group_filtering import Tally, judge_groups, metric_values
+from trainer.rollout.group_filtering import Tally, group_verdicts, metric_values
 from workers.batch import Batch
 
 
@@ -26,11 +26,11 @@ from workers.batch import Batch
     ],
 )
 def test_a_group_is_kept_if_its_answers_differ(values: list[float], n: int, verdict: str) -> None:
-    assert judge_groups([5], [5] * len(values), values, n) == {5: verdict}
+    assert group_verdicts([5], [5] * len(values), values, n) == {5: verdict}
 
 
 def test_verdicts_come_in_the_order_of_the_prompts() -> None:
-    verdicts = judge_groups([9, 4, 7], [4, 9, 4, 9], [0.0, 1.0, 1.0, 1.0], 2)
+    verdicts = group_verdicts([9, 4, 7], [4, 9, 4, 9], [0.0, 1.0, 1.0, 1.0], 2)
     assert list(verdicts.items()) == [(9, "high"), (4, "kept"), (7, "failed")]
 
 
@@ -44,17 +44,17 @@ def batch(extras: list[dict[str, float]]) -> Batch:
 
 
 def test_metrics_by_name() -> None:
-    told = batch([{"acc": 1.0, "format": 0.25}, {"acc": 0.0, "format": 0.5}])
-    assert metric_values(told, None) == metric_values(told, "score") == [0.0, 0.5]
+    output = batch([{"acc": 1.0, "format": 0.25}, {"acc": 0.0, "format": 0.5}])
+    assert metric_values(output, None) == metric_values(output, "score") == [0.0, 0.5]
     for name in ("reward", "seq_reward", "seq_final_reward"):
-        assert metric_values(told, name) == [-1.0, -1.0]
-    assert metric_values(told, "acc") == [1.0, 0.0] and metric_values(told, "format") == [0.25, 0.5]
+        assert metric_values(output, name) == [-1.0, -1.0]
+    assert metric_values(output, "acc") == [1.0, 0.0] and metric_values(output, "format") == [0.25, 0.5]
     assert metric_values(batch([{"acc": 1.0}, {}]), "acc") == [1.0, 0.5], "the score, where it is not told"
     with pytest.raises(ValueError, match=r"metric=format: .* for data source math; known: acc, score, seq_reward$"):
         metric_values(batch([{"format": 1.0}, {}]), "format")
 
 
-def test_a_tally_counts_what_became_of_the_groups() -> None:
+def test_a_tally_counts_what_happened_to_the_groups() -> None:
     tally = Tally(FilterGroupsConfig(enable=True, metric=None, max_num_gen_batches=0), wanted=2, rounds_per_epoch=2)
     tally.add(["low", "kept", "failed"], [0.0, 0.0, 1.0, 1.0])
     assert not tally.is_full

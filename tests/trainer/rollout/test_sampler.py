@@ -17,11 +17,11 @@ from tests.trainer.watchdogs import watchdog
 from trainer.data.dataset import Prompt, PromptStream
 from trainer.data.order import DataOrder
 from trainer.resilience.rollback import Rollbacks
-from trainer.rewards.pool.runner import Answer, Score
+from trainer.rewards.pool.runner import Response, Score
 from trainer.rewards.scoring import Failures
 from trainer.rewards.shaping import RunningMoments, Shaping
-from trainer.rollout.responses import join, texts_of
-from trainer.rollout.sampler import Source
+from trainer.rollout.responses import decode_responses, join_responses
+from trainer.rollout.sampler import Sampler
 from trainer.run.timing import Phases
 from workers.batch import Batch
 from workers.rollout.base import Sampling
@@ -78,7 +78,7 @@ class Judge:
     kinds: dict[str, list[float | None]]
     calls: Counter[int] = field(default_factory=Counter)
 
-    def score(self, answers: Sequence[Answer]) -> list[Score]:
+    def score(self, answers: Sequence[Response]) -> list[Score]:
         uids = [answer.extra_info["uid"] for answer in answers]
         self.calls.update(set(uids))
         scores = []
@@ -90,7 +90,7 @@ class Judge:
             scores.append(Score(value, extra, error if value is None else None, timed_out=late))
         return scores
 
-    def kind(self, answer: Answer) -> str:
+    def kind(self, answer: Response) -> str:
         """ "a>b": a when the prompt is first asked, b later."""
         first, _, later = answer.ground_truth.partition(">")
         return later if later and self.calls[answer.extra_info["uid"]] > 1 else first
@@ -117,16 +117,16 @@ KINDS: dict[str, list[float | None]] = {
 
 @dataclass
 class Case:
-    source: Source
+    sampler: Sampler
     engine: Engine
     stream: PromptStream
     events: Told
 
     def collect(self, step: int = 1) -> Batch:
-        return self.source.collect(step, self.stream, Phases())
+        return self.sampler.next_batch(step, self.stream, Phases())
 
     def uids(self, step: int = 1) -> list[int]:
-        return list(dict.fromkeys(self.collect(step).rows["uid"].tolist()))
+        return list(dict.fromkeys(self.next_batch(step).rows["uid"].tolist()))
 
 
 def make(
@@ -143,7 +143,7 @@ def make(
     config = compose("ppo_trainer", PPOConfig, [f"reward.{override}" for override in overrides])
     engine, events = Engine(), Told()
     prompts = [Prompt(uid, (uid,), str(uid), f"source {uid % 2}", kind, {"uid": uid}, str(uid)) for uid, kind in enumerate(kinds)]
-    source = Source(
+    sampler = Sampler(
         cast(Any, engine),
         cast(Any, Judge(KINDS)),
         cast(Any, Decoder()),
@@ -161,7 +161,7 @@ def make(
         failures=Failures(cast(Any, events)),
     )
     return Case(
-        source, engine, PromptStream(cast(Any, prompts), DataOrder(len(prompts), per_round, seed=0, shuffle=False)), events
+        sampler, engine, PromptStream(cast(Any, prompts), DataOrder(len(prompts), per_round, seed=0, shuffle=False)), events
     )
 
 
@@ -216,9 +216,9 @@ def test_a_step_is_a_function_of_the_step_and_of_where_the_stream_stands() -> No
     whole.collect(1)
     resumed.stream.load(whole.stream.state())
     for step in (2, 3):
-        mine, theirs = resumed.collect(step), whole.collect(step)
-        assert mine.meta == theirs.meta and mine.objects == theirs.objects
-        assert torch.equal(mine.tokens["input_ids"], theirs.tokens["input_ids"])
+        mine, reference = resumed.collect(step), whole.collect(step)
+        assert mine.meta == reference.meta and mine.objects == reference.objects
+        assert torch.equal(mine.tokens["input_ids"], reference.tokens["input_ids"])
 
 
 def test_seeds_of_the_first_pass_are_those_of_a_run_without_a_filter() -> None:
@@ -230,7 +230,7 @@ def test_without_a_rollback_seeds_are_what_they_always_were_and_each_gives_other
     drawn = []
     for count in (0, 1, 2):
         case = make(["mixed"] * 4, groups=4, per_round=4, cap=None)
-        case.source.rollbacks.count = count
+        case.sampler.rollbacks.count = count
         case.collect(step=3)
         drawn.append(case.engine.asked[0].rows["seed"].tolist())
     assert drawn[0] == [seed_of(7, "train", 3, uid, sample) for uid in range(4) for sample in range(N)]
@@ -248,7 +248,7 @@ def test_in_the_next_pass_a_kept_prompt_is_not_asked_again_and_a_dropped_one_dra
     assert counts(batch)["groups"] == 6 and counts(batch)["rounds"] == 2
 
 
-def test_a_round_whose_prompts_are_all_kept_asks_nobody() -> None:
+def test_a_round_whose_prompts_are_all_kept_asks_no_one() -> None:
     case = make(["mixed", "mixed", "mixed", "low>mixed"], groups=4, per_round=2)
     assert case.uids() == [0, 1, 2, 3]
     assert case.engine.uids == [[0, 1], [2, 3], [3]]
@@ -288,7 +288,7 @@ def test_one_answer_a_prompt_is_always_kept() -> None:
     assert make(["high", "failed", "low", "low"], groups=2, per_round=4, n=1).uids() == [0, 2]
 
 
-def test_all_rewards_failed_is_told_in_the_first_round_and_forgiven_later() -> None:
+def test_all_rewards_failed_is_reported_in_the_first_round_and_forgiven_later() -> None:
     with pytest.raises(ValueError, match="all 8 rewards of the step failed; the first: KeyError: 'x'"):
         make(["failed", "failed", "mixed", "mixed"], groups=1, per_round=2).collect()
     with pytest.raises(ValueError, match="all 8 rewards of the step failed"):
@@ -299,11 +299,11 @@ def test_all_rewards_failed_is_told_in_the_first_round_and_forgiven_later() -> N
 def test_rows_without_a_score_are_kept_aside_with_their_error_and_the_first_is_an_event() -> None:
     case = make(["low", "gap", "mixed", "lost"], groups=2, per_round=2, cap=None)
     case.collect(1)
-    (aside,) = case.source.left_out
+    (aside,) = case.sampler.left_out
     assert aside.rows["uid"].tolist() == [1] and aside.objects["reward_error"] == ["KeyError: 'x' (reward.py:3)"]
     assert case.events == [(1, "reward", "1 of 8 rewards of training failed: KeyError: 'x' (reward.py:3)")]
     batch = case.collect(2)
-    assert [part.rows["uid"].tolist() for part in case.source.left_out] == [[3] * 3], "of the last step alone"
+    assert [part.rows["uid"].tolist() for part in case.sampler.left_out] == [[3] * 3], "of the last step alone"
     assert batch.meta["metrics"]["reward/failed_share"] == 3 / 8 and len(case.events) == 1, "once for each kind"
 
 
@@ -311,7 +311,7 @@ def test_every_round_of_a_filter_counts_its_failures() -> None:
     case = make(["gap", "lost", "failed", "mixed"], groups=2, per_round=2)
     batch = case.collect()
     assert batch.meta["metrics"]["reward/failed_share"] == (1 + 3 + 4) / 16
-    assert sum(map(len, case.source.left_out)) == 8
+    assert sum(map(len, case.sampler.left_out)) == 8
 
 
 @pytest.mark.parametrize("score", [None, 0.0, -1.0])
@@ -324,7 +324,7 @@ def test_what_a_time_out_is_worth(score: float | None) -> None:
         assert batch.rows["score"].tolist() == [1.0, 1.0] and batch.meta["metrics"] == {"reward/failed": 2} | late
     else:
         assert batch.rows["score"].tolist() == [1.0, score, 1.0, score] and batch.meta["metrics"] == {"reward/failed": 0} | late
-        assert batch.objects["reward_error"] == [None, LATE] * 2 and not case.source.left_out
+        assert batch.objects["reward_error"] == [None, LATE] * 2 and not case.sampler.left_out
     assert case.events == [(1, "reward", f"2 of 4 rewards of training failed: {LATE}")]
 
 
@@ -333,7 +333,7 @@ def test_what_must_differ_is_the_metric() -> None:
     assert make(kinds, groups=2, per_round=4, metric="twice").uids() == [1, 2]
     assert make(kinds, groups=2, per_round=4, metric="acc").uids() == [1, 2], "the score, where no acc is told"
     with pytest.raises(
-        ValueError, match=r"metric=accuracy: the reward function tells no such number .* acc, score, seq_reward, twice"
+        ValueError, match=r"metric=accuracy: the reward function reports no such number .* acc, score, seq_reward, twice"
     ):
         make(kinds, groups=2, per_round=4, metric="accuracy").collect()
 
@@ -376,7 +376,7 @@ def test_an_answer_that_was_cut_pays_at_its_own_last_token() -> None:
 def test_running_statistics_see_the_training_batch_alone() -> None:
     case = make(["low", "mixed", "high", "mixed"], "shaping.normalize=running", groups=2, per_round=4)
     batch = case.collect()
-    assert case.source.shaping.running.state() == {"count": 8, "mean": 0.5, "squares": 2.0}
+    assert case.sampler.shaping.running.state() == {"count": 8, "mean": 0.5, "squares": 2.0}
     assert batch.rows["reward"].tolist() == [-1.0, 1.0] * 4 and batch.rows["score"].tolist() == [0.0, 1.0] * 4
 
 
@@ -412,7 +412,7 @@ def test_a_baseline_is_shaped_as_its_prompts_rewards_are() -> None:
     assert batch.rows["baseline"].tolist() == pytest.approx([0.0] * 8, abs=1e-6)
     greedy_alone = make(["high"], "shaping.normalize=running", groups=1, per_round=1, cap=None, with_baselines=True)
     greedy_alone.collect()
-    assert greedy_alone.source.shaping.running.count == N, "baselines do not count"
+    assert greedy_alone.sampler.shaping.running.count == N, "baselines do not count"
 
 
 @given(st.lists(st.tuples(st.integers(1, 5), st.integers(0, 6), st.booleans()), min_size=1, max_size=9))
@@ -423,14 +423,14 @@ def test_prompts_and_answers_are_joined_and_read_row_by_row(shapes: list[tuple[i
     questions = Batch(asked, {"input_ids": torch.arange(int(asked.sum()))})
     ids, log_probs = 100 + torch.arange(int(written.sum())), torch.rand(int(written.sum()))
     answers = Batch(written, {"input_ids": ids, "rollout_log_probs": log_probs}, {"finished": stops})
-    whole = join(questions, answers)
-    theirs, ours = questions.split_rows("input_ids"), answers.split_rows("input_ids")
-    pairs = [torch.cat(pair) for pair in zip(theirs, ours, strict=True)]
+    whole = join_responses(questions, answers)
+    reference, actual = questions.split_rows("input_ids"), answers.split_rows("input_ids")
+    pairs = [torch.cat(pair) for pair in zip(reference, actual, strict=True)]
     assert [row.tolist() for row in whole.split_rows("input_ids")] == [pair.tolist() for pair in pairs]
-    masks = [[0.0] * len(question) + [1.0] * len(answer) for question, answer in zip(theirs, ours, strict=True)]
+    masks = [[0.0] * len(question) + [1.0] * len(answer) for question, answer in zip(reference, actual, strict=True)]
     assert [row.tolist() for row in whole.split_rows("response_mask")] == masks
     of_answers = whole.tokens["response_mask"].bool()
     assert torch.equal(whole.tokens["rollout_log_probs"][of_answers], log_probs)
     assert not whole.tokens["rollout_log_probs"][~of_answers].any() and torch.equal(whole.rows["prompt_length"], asked)
-    read = [" ".join(map(str, row[: len(row) - int(done)].tolist())) for row, done in zip(ours, stops, strict=True)]
-    assert texts_of(answers, cast(Any, Decoder())) == read
+    read = [" ".join(map(str, row[: len(row) - int(done)].tolist())) for row, done in zip(actual, stops, strict=True)]
+    assert decode_responses(answers, cast(Any, Decoder())) == read

@@ -29,7 +29,7 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return task
 
 
-def test_rounds_until_the_batch_is_full_and_resumed_to_the_bit(task: Path, tmp_path: Path) -> None:
+def test_rounds_until_the_batch_is_full_and_resumed_bitwise(task: Path, tmp_path: Path) -> None:
     def dumps(name: str) -> tuple[str, ...]:
         return (*FILTER, f"trainer.rollout_data_dir={tmp_path / name / 'rollouts'}")
 

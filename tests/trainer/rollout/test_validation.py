@@ -17,7 +17,7 @@ class Answers:
     def __init__(self) -> None:
         self.asked: list[list[int]] = []
 
-    def answer(self, prompts: list[int], n: int, *_: Any, purpose: str, step: int) -> Batch:
+    def generate_and_score(self, prompts: list[int], n: int, *_: Any, purpose: str, step: int) -> Batch:
         assert (n, purpose, step) == (1, "validation", 7)
         self.asked.append(prompts)
         return Batch(
@@ -39,13 +39,13 @@ class Log:
         assert [sample["reward_error"] for sample in samples] == [None, None, "late"]
 
 
-def test_what_the_reward_function_tells_is_measured_and_failed_rewards_are_left_out() -> None:
-    source = Answers()
+def test_what_the_reward_function_reports_is_measured_and_failed_rewards_are_left_out() -> None:
+    sampler = Answers()
     sampling = Sampling(temperature=0.0, top_k=-1, top_p=1.0, max_tokens=4, stop_token_ids=())
     data: Any = [0, 1, 2]
-    validation = Validation(data, cast(Any, source), cast(Any, Log()), n=1, sampling=sampling, batch_size=2)
+    validation = Validation(data, cast(Any, sampler), cast(Any, Log()), n=1, sampling=sampling, batch_size=2)
     found = validation.run(7)
-    assert source.asked == [[0, 1], [2]]
+    assert sampler.asked == [[0, 1], [2]]
     assert found == validation.first == validation.last
     assert found == {
         "val/reward_failed": 1.0,

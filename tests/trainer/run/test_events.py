@@ -10,12 +10,12 @@ def test_an_event_is_a_line_in_the_file_and_on_the_console(tmp_path: Path, capsy
     events = Events(tmp_path / "run")
     events.add(3, "alarm", "KL of 7\nis above 2")
     events.add(4, "restart", "rank 1 died")
-    told = [(event["step"], event["kind"], event["text"]) for event in read_lines(tmp_path / "run" / EVENTS)]
-    assert told == [(3, "alarm", "KL of 7 is above 2"), (4, "restart", "rank 1 died")]
+    output = [(event["step"], event["kind"], event["text"]) for event in read_lines(tmp_path / "run" / EVENTS)]
+    assert output == [(3, "alarm", "KL of 7 is above 2"), (4, "restart", "rank 1 died")]
     assert capsys.readouterr().err == "alarm: step 3: KL of 7 is above 2\nrestart: step 4: rank 1 died\n"
 
 
-def test_an_event_tells_no_secret(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_event_reports_no_secret(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("STORE_TOKEN", "s3cret-s3cret")
     Events(tmp_path).add(1, "copy", "http://me:pw@host/x refused s3cret-s3cret")
     assert read_lines(tmp_path / EVENTS)[0]["text"] == "http://***@host/x refused ***"

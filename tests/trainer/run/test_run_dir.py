@@ -42,7 +42,7 @@ def names(path: Path) -> set[str]:
 
 
 @given(st.floats())
-def test_floats_read_back_equal_to_the_bit(value: float) -> None:
+def test_floats_read_back_equal_bitwise(value: float) -> None:
     written = json.loads(json_line({"x": value}), parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))["x"]
     read = NON_FINITE[written] if isinstance(written, str) else written
     assert math.isnan(value) and math.isnan(read) if math.isnan(value) else struct.pack("d", read) == struct.pack("d", value)
@@ -167,7 +167,7 @@ def test_a_checkpoint_of_another_run_starts_this_directory_anew(tmp_path: Path) 
     assert names(tmp_path) == {"earlier_1", "logs"}
 
 
-def test_write_atomic_leaves_nothing_beside(tmp_path: Path) -> None:
+def test_write_atomic_leaves_no_other_file(tmp_path: Path) -> None:
     write_atomic(tmp_path / "file", "old")
     write_atomic(tmp_path / "file", "new: «ä»")
     assert names(tmp_path) == {"file"}

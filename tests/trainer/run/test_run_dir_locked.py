@@ -33,8 +33,8 @@ def test_a_second_start_leaves_a_run_alone(task: Path, tmp_path: Path, capsys: p
 
     run_ppo(words, [Again()])
     assert half.exists() and len(metrics_of(run_dir)) == 2 and not list(run_dir.glob("earlier_*"))
-    told = [line for line in capsys.readouterr().err.splitlines() if IN_USE in line]
-    assert len(told) == 2 and told[0].startswith(f"error: trainer.default_local_dir={run_dir}: {IN_USE}")
+    reported = [line for line in capsys.readouterr().err.splitlines() if IN_USE in line]
+    assert len(reported) == 2 and reported[0].startswith(f"error: trainer.default_local_dir={run_dir}: {IN_USE}")
     assert main_ppo.PROGRAM(words) == 0, "it has ended"
 
 

@@ -45,19 +45,21 @@ def test_how_a_run_is_started_and_watched_may_change(key: str, tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
-    ("before", "now", "said"),
+    ("before", "now", "message"),
     [
         (CONFIG, with_key("optim.lr", 0.2), "holds a run with optim.lr=0.1, not 0.2: "),
         (with_key("trainer.watchful", 1), CONFIG, "holds a run with trainer.watchful=1, not (not set): "),
         (CONFIG, with_key("trainer.objectives", 1), "holds a run with trainer.objectives=(not set), not 1: "),
     ],
 )
-def test_another_run_is_told_by_its_first_key(before: dict[str, Any], now: dict[str, Any], said: str, tmp_path: Path) -> None:
+def test_another_run_is_reported_by_its_first_key(
+    before: dict[str, Any], now: dict[str, Any], message: str, tmp_path: Path
+) -> None:
     write_config(tmp_path, before)
     write_outcome(tmp_path, "finished", 1.0)
     with pytest.raises(ValueError) as caught:
         earlier_outcome(tmp_path, now)
-    assert str(caught.value).startswith(f"{tmp_path} {said}")
+    assert str(caught.value).startswith(f"{tmp_path} {message}")
 
 
 def ended(run_dir: Path) -> Path:

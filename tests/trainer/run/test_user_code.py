@@ -21,7 +21,7 @@ def test_a_function_of_a_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "path", "name", "told"),
+    ("text", "path", "name", "output"),
     [
         (FILE, "not_there.py", "mine", r"some\.key: no such file; .* has my\.py"),
         (FILE, "my.py", "mien", r"some\.key: my\.py has no function mien; it has mine, other"),
@@ -35,14 +35,14 @@ def test_a_function_of_a_file(tmp_path: Path) -> None:
         ("def mine(:", "my.py", "mine", r"some\.key: my\.py does not load: SyntaxError"),
     ],
 )
-def test_what_is_wrong_is_one_line(tmp_path: Path, text: str, path: str, name: str, told: str) -> None:
+def test_what_is_wrong_is_one_line(tmp_path: Path, text: str, path: str, name: str, output: str) -> None:
     (tmp_path / "my.py").write_text(text)
-    with pytest.raises(ValueError, match=told) as caught:
+    with pytest.raises(ValueError, match=output) as caught:
         load_function(str(tmp_path / path), name, "some.key")
     assert "\n" not in str(caught.value)
 
 
-def test_an_error_is_told_with_the_users_own_line(tmp_path: Path) -> None:
+def test_an_error_is_reported_with_the_users_own_line(tmp_path: Path) -> None:
     """Not with that of the library which the user's line has called."""
     (tmp_path / "deep.py").write_text(
         "import json\n\ndef read(text):\n    return json.loads(text)\n\ndef mine(x):\n    return read(x)\n"
@@ -53,7 +53,7 @@ def test_an_error_is_told_with_the_users_own_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "output"),
     [
         (FILE, "my.py has no function compute_score; it has mine, other"),
         ("limit = 3\n", "my.py has no function compute_score; it has none"),
@@ -61,11 +61,11 @@ def test_an_error_is_told_with_the_users_own_line(tmp_path: Path) -> None:
         ("\0", "my.py does not load: "),
     ],
 )
-def test_what_can_be_told_without_running_the_file(tmp_path: Path, text: str, told: str) -> None:
+def test_what_can_be_checked_without_running_the_file(tmp_path: Path, text: str, output: str) -> None:
     (tmp_path / "my.py").write_text(text)
     with pytest.raises(ValueError) as caught:
         check_source(str(tmp_path / "my.py"), "compute_score", "some.key")
-    assert str(caught.value).startswith(f"some.key: {told}")
+    assert str(caught.value).startswith(f"some.key: {output}")
 
 
 def test_a_function_may_come_from_elsewhere(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from tests.serving import serving
 from tests.trainer.rewards.config import reward_config
 from trainer.rewards.pool.runner import RewardRunner
 from trainer.rewards.remote.remote_rewards import RemoteRewards
-from trainer.rewards.scoring import Answer, Score
+from trainer.rewards.scoring import Response, Score
 
 JSON = {"Content-Type": "application/json"}
 TOKEN = {"Authorization": "Bearer correct-horse"}
@@ -43,8 +43,8 @@ def test_a_client_of_openrlhf() -> None:
         assert status == 200 and reply == {"rewards": [1.0], "scores": [1.0], "extra_logs": {}, **NO_ERROR}
         assert request(url, {"query": ["#### 4", "#### 5"], "labels": ["4", "none"]})[1]["rewards"] == [1.0, None]
         health = url.replace("get_reward", "health")
-        told = {"status": "ok", "serves": "gsm8k", "requests": 2, "answers": 3, "failed": 1}
-        assert request(health, headers={}, method="GET") == (200, told)
+        output = {"status": "ok", "serves": "gsm8k", "requests": 2, "answers": 3, "failed": 1}
+        assert request(health, headers={}, method="GET") == (200, output)
         assert request(url.replace("get_reward", "openapi.json"), method="GET")[0] == 404
 
 
@@ -56,7 +56,7 @@ def small() -> Iterator[str]:
 
 
 @pytest.mark.parametrize(
-    ("body", "headers", "status", "told"),
+    ("body", "headers", "status", "output"),
     [
         (ONE, {}, 415, "must be application/json, not nothing"),
         (ONE, {"Content-Type": "text/plain"}, 415, "not text/plain"),
@@ -68,9 +68,11 @@ def small() -> Iterator[str]:
         ({"query": ["x" * 70_000]}, JSON, 413, "larger than server.max_request_mb=0.0625; send fewer answers"),
     ],
 )
-def test_what_cannot_be_scored_is_told_in_a_line(small: str, body: Any, headers: dict[str, str], status: int, told: str) -> None:
+def test_what_cannot_be_scored_is_reported_in_a_line(
+    small: str, body: Any, headers: dict[str, str], status: int, output: str
+) -> None:
     found, reply = request(small, body, headers)
-    assert found == status and told in reply["detail"] and "\n" not in reply["detail"]
+    assert found == status and output in reply["detail"] and "\n" not in reply["detail"]
 
 
 def test_a_large_request_that_does_not_say_so_is_stopped(small: str) -> None:
@@ -86,7 +88,7 @@ def test_who_hangs_up_in_the_middle_leaves_no_trace(capfd: pytest.CaptureFixture
     """As a trainer does that is killed, before it has sent all, and while it waits."""
     there = threading.Event()
 
-    def score(answers: Sequence[Answer]) -> list[Score]:
+    def score(answers: Sequence[Response]) -> list[Score]:
         there.set()
         time.sleep(0.2)
         return [Score(1.0, {}, None)] * len(answers)
@@ -115,14 +117,14 @@ def test_who_has_no_token_gets_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
         assert request(url, ONE, JSON | TOKEN)[0] == 200
         assert request(url.replace("get_reward", "health"), headers={}, method="GET")[0] == 200
         config = reward_config().remote
-        answer = Answer("", "#### 4", "4", {}, True)
+        answer = Response("", "#### 4", "4", {}, True)
         assert RemoteRewards([url], config).score([answer]) == [Score(1.0, {}, None)]
         monkeypatch.setenv("REWARD_SERVER_TOKEN", "wrong-horse")
         (score,) = RemoteRewards([url], config).score([answer])
         assert score.value is None and (score.error or "").startswith(f"no score from reward.remote_urls: HTTP 401 from {url}: ")
 
 
-def test_remote_scores_are_the_local_ones_to_the_bit(tmp_path: Any) -> None:
+def test_remote_scores_are_the_local_ones_bitwise(tmp_path: Any) -> None:
     """Numbers, further numbers, failures, and what the function is told."""
     function = tmp_path / "mine.py"
     function.write_text("""
@@ -133,7 +135,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
     return {"score": score, "third": extra_info["third"], "truth": ground_truth["a"], "ended": extra_info["finished"]}
 """)
     custom = {"path": str(function)}
-    answers = [Answer("mine", str(i), {"a": i / 7}, {"third": i / 3}, i % 2 == 0, "Q: ", f"{i}<eos>") for i in range(40)]
+    answers = [Response("mine", str(i), {"a": i / 7}, {"third": i / 3}, i % 2 == 0, "Q: ", f"{i}<eos>") for i in range(40)]
     with RewardRunner(reward_config(num_workers=0, custom_reward_function=custom)) as runner:
         local = runner.score(answers)
     with serving(f"reward.custom_reward_function.path={function}") as url:
@@ -145,22 +147,22 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
 def test_requests_that_come_together_are_scored_together() -> None:
     sizes: list[int] = []
 
-    def score(answers: Sequence[Answer]) -> list[Score]:
+    def score(answers: Sequence[Response]) -> list[Score]:
         sizes.append(len(answers))
         time.sleep(0.3)
         return [Score(float(answer.solution_str), {}, None) for answer in answers]
 
-    answers = [Answer("", str(i), None, {}, True) for i in range(32)]
+    answers = [Response("", str(i), None, {}, True) for i in range(32)]
     with serving("reward.scorer=gsm8k", "server.batch_size=16", score=score) as url:
         remote = RemoteRewards([url], reward_config(remote={"batch_size": 2, "concurrency": 16}).remote)
         assert [result.value for result in remote.score(answers)] == [float(i) for i in range(32)]
     assert sum(sizes) == 32 and max(sizes) <= 16 and len(sizes) < 8, "16 requests"
 
 
-def test_too_many_are_told_to_come_again() -> None:
+def test_too_many_requests_are_asked_to_retry() -> None:
     there = threading.Event()
 
-    def score(answers: Sequence[Answer]) -> list[Score]:
+    def score(answers: Sequence[Response]) -> list[Score]:
         there.wait(10.0)
         return [Score(1.0, {}, None)] * len(answers)
 
@@ -177,8 +179,8 @@ def test_too_many_are_told_to_come_again() -> None:
         threads = [threading.Thread(target=ask) for _ in range(8)]
         for thread in threads:
             thread.start()
-        patience = time.monotonic() + 5.0
-        while len(replies) < 4 and time.monotonic() < patience:
+        timeout = time.monotonic() + 5.0
+        while len(replies) < 4 and time.monotonic() < timeout:
             time.sleep(0.01)
         there.set()
         for thread in threads:

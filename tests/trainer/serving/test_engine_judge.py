@@ -15,7 +15,7 @@ from data_preprocess import tiny_model
 from tests.reward_models import CHAT
 from tests.serving import serve_config
 from trainer.cluster.watchdog import Watchdog
-from trainer.rewards.scoring import Answer, Score
+from trainer.rewards.scoring import Response, Score
 from trainer.serving.reward_server import ScoreAll, check_answers, judge, name_of
 
 REPLY = "Score:1"
@@ -52,12 +52,12 @@ def words(path: str, *overrides: str) -> list[str]:
 def opened(path: str, run_dir: Path, stack: ExitStack, *overrides: str) -> ScoreAll:
     config = serve_config(*words(path, f"trainer.default_local_dir={run_dir}", *overrides))
     assert check_serve_reward(config) == [] and name_of(config) == f"{path} as a judge"
-    check_answers(config, [Answer("no such source", "", None, {}, True)])
+    check_answers(config, [Response("no such source", "", None, {}, True)])
     return judge(config, Watchdog(asdict(config.timeouts), run_dir), stack)
 
 
-def answer(text: str, prompt: str = "", **extra: str) -> Answer:
-    return Answer("", text, None, extra, True, prompt)
+def answer(text: str, prompt: str = "", **extra: str) -> Response:
+    return Response("", text, None, extra, True, prompt)
 
 
 def test_the_score_that_it_writes_is_the_answers(tmp_path: Path) -> None:
@@ -77,10 +77,10 @@ def test_it_reads_the_prompt_with_the_question_and_the_answer_in_it(tmp_path: Pa
     plain = []
     for question, text in (("1+1", "2"), ("of the prompt", "3")):
         ids = tokenizer(f"<user>Q: {question} A: {text}<eos>\n<assistant>")["input_ids"]
-        said: list[int] = []
-        while len(said) < 12 and tokenizer.eos_token_id not in said:
-            said.append(int(model(torch.tensor([ids + said])).logits[0, -1].argmax()))
-        plain.append(tokenizer.decode([token for token in said if token != tokenizer.eos_token_id]))
+        message: list[int] = []
+        while len(message) < 12 and tokenizer.eos_token_id not in message:
+            message.append(int(model(torch.tensor([ids + message])).logits[0, -1].argmax()))
+        plain.append(tokenizer.decode([token for token in message if token != tokenizer.eos_token_id]))
     with ExitStack() as stack:
         score = opened(path, tmp_path, stack)
         asked = [answer("2", "not this", question="1+1"), answer("3", "of the prompt")]
@@ -100,7 +100,7 @@ def test_drawn_replies_are_seeded_by_what_is_asked(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("override", "told"),
+    ("override", "output"),
     [
         (
             "reward.scorer=math",
@@ -116,7 +116,7 @@ def test_drawn_replies_are_seeded_by_what_is_asked(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_what_does_not_go_together_is_told(override: str, told: str) -> None:
+def test_what_does_not_go_together_is_reported(override: str, output: str) -> None:
     with pytest.raises(ConfigError) as caught:
         check_serve_reward(serve_config(*words("x"), override))
-    assert str(caught.value).startswith(told)
+    assert str(caught.value).startswith(output)

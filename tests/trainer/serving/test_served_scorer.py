@@ -10,18 +10,18 @@ from tests.reward_models import make_reward_model, plain_scores, tokenizer_of
 from tests.serving import serving
 from tests.trainer.rewards.config import reward_config
 from trainer import main_serve_reward
-from trainer.data.conversations import words_of
+from trainer.data.conversations import tokenizer_fingerprint
 from trainer.rewards.remote.remote_rewards import RemoteRewards
-from trainer.rewards.scoring import Answer
+from trainer.rewards.scoring import Response
 
 USER = [{"role": "user", "content": "2 + 2?"}]
 ANSWERS = [
-    Answer("", "four", None, {}, True, "template of the policy: ", "four</s>", USER),
-    Answer("", "five, I gue", None, {}, False, "template of the policy: ", "", USER),
-    Answer("", "4", None, {}, True, "2 + 2 = ", "4</s>", "2 + 2 = "),  # a plain text
-    Answer("", "four", None, {}, True, "<user>2 + 2?<eos>\n<assistant>", "four<eos>"),  # as OpenRLHF sends it
-    Answer("", "x", None, {}, True, messages=[{"content": "nobody says this"}]),
-    Answer("", "", None, {}, True),
+    Response("", "four", None, {}, True, "template of the policy: ", "four</s>", USER),
+    Response("", "five, I gue", None, {}, False, "template of the policy: ", "", USER),
+    Response("", "4", None, {}, True, "2 + 2 = ", "4</s>", "2 + 2 = "),  # a plain text
+    Response("", "four", None, {}, True, "<user>2 + 2?<eos>\n<assistant>", "four<eos>"),  # as OpenRLHF sends it
+    Response("", "x", None, {}, True, messages=[{"content": "nobody says this"}]),
+    Response("", "", None, {}, True),
 ]
 
 
@@ -38,7 +38,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def scores(url: str, answers: list[Answer] = ANSWERS) -> list[float | str]:
+def scores(url: str, answers: list[Response] = ANSWERS) -> list[float | str]:
     """Or why there is none."""
     found = RemoteRewards([url], reward_config(remote={"batch_size": 4}).remote).score(answers)
     return [score.value if score.value is not None else str(score.error) for score in found]
@@ -66,8 +66,8 @@ def test_scores_are_transformers_own(path: str) -> None:
 
 def test_tokens_of_its_own_tokenizer_are_read_as_they_are(path: str) -> None:
     """A sampled answer may be spelt in tokens that the tokenizer would not choose."""
-    words, row = words_of(tokenizer_of(path)), [40, 41, 42]
-    own, foreign = [ANSWERS[0]._replace(ids=row, words=words) for words in (words, "of another")]
+    words, row = tokenizer_fingerprint(tokenizer_of(path)), [40, 41, 42]
+    own, foreign = [ANSWERS[0]._replace(ids=row, tokenizer_id=words) for words in (words, "of another")]
     broken = [own._replace(ids=ids) for ids in ([40, -1], [[40]], ["x"], [40, 9999])]
     with serving(f"model.path={path}") as url:
         found = scores(url, [own, foreign, *broken])
@@ -76,16 +76,16 @@ def test_tokens_of_its_own_tokenizer_are_read_as_they_are(path: str) -> None:
     assert all(isinstance(why, str) for why in found[4:]) and "9999" in str(found[5])
 
 
-def test_they_are_normalised_by_the_statistics_beside_the_model(path: str) -> None:
+def test_they_are_normalised_by_the_statistics_next_to_the_model(path: str) -> None:
     with serving(f"model.path={path}", "model.normalize=stored") as url:
         assert scores(url, ANSWERS[:4]) == pytest.approx(((by_hand(path) - 0.25) / 0.5).tolist(), abs=1e-5)
 
 
 def test_a_conversation_that_is_too_long_fails_alone_or_is_cut(path: str) -> None:
-    longer = [Answer("", "four", None, {}, True, messages="x" * 300), ANSWERS[0]]
+    longer = [Response("", "four", None, {}, True, messages="x" * 300), ANSWERS[0]]
     with serving(f"model.path={path}", "model.max_length=128") as url:
-        told, other = scores(url, longer)
-        assert isinstance(told, str) and "305 tokens, and the model reads 128 at most" in told and isinstance(other, float)
+        output, other = scores(url, longer)
+        assert isinstance(output, str) and "305 tokens, and the model reads 128 at most" in output and isinstance(other, float)
     with serving(f"model.path={path}", "model.max_length=128", "model.truncation=left") as url:
         found = RemoteRewards([url], reward_config().remote).score(longer)
         assert [score.extra for score in found] == [{"model_cut": 1.0}, {"model_cut": 0.0}]
@@ -112,7 +112,7 @@ def test_what_is_wrong_is_one_line(
     words = ["server.port=0", "trainer.device=cpu", f"trainer.default_local_dir={tmp_path}/run"]
     typed = [override.format(path=path, base=base) for override in overrides]
     assert main_serve_reward.PROGRAM([*words, *typed]) == 2
-    told = capsys.readouterr().err.splitlines()
+    output = capsys.readouterr().err.splitlines()
     with pytest.raises(ValueError, match=f"error: {line}"):
-        raise ValueError(told[0])
-    assert len(told) == 1
+        raise ValueError(output[0])
+    assert len(output) == 1

@@ -39,7 +39,7 @@ def test_saved_in_the_background_resumed_and_exported(task: Path, tmp_path: Path
     assert all((one == other).all() for one, other in zip(*(model.parameters() for model in models), strict=True))
 
 
-def test_a_rate_that_jumps_when_a_run_gets_longer_is_told_with_the_arithmetic(
+def test_a_rate_that_jumps_when_a_run_gets_longer_is_reported_with_the_arithmetic(
     task: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     cosine = ("optim.lr_scheduler_type=cosine", "optim.lr=1e-4", "optim.lr_warmup_steps=0")
@@ -63,5 +63,5 @@ def test_damaged_weights_are_found_by_workers(task: Path, tmp_path: Path) -> Non
     shard.write_bytes(shard.read_bytes()[:-1] + b"?")
     again = run(task, tmp_path, "trainer.total_training_steps=4")
     assert repeatable(again)[:3] == repeatable(whole)
-    (told,) = [event for event in read_lines(tmp_path / EVENTS) if event["kind"] == "damaged checkpoint"]
-    assert told["step"] == 3
+    (reported,) = [event for event in read_lines(tmp_path / EVENTS) if event["kind"] == "damaged checkpoint"]
+    assert reported["step"] == 3

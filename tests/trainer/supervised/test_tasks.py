@@ -48,7 +48,7 @@ def statistics(model: Path) -> dict[str, object]:
     return found
 
 
-def test_resumed_to_the_bit_and_exported_with_its_scores(task: Path, tmp_path: Path) -> None:
+def test_resumed_bitwise_and_exported_with_its_scores(task: Path, tmp_path: Path) -> None:
     whole = run(task, tmp_path / "whole", f"trainer.export_dir={tmp_path}/model")
     assert [step["val/accuracy"] for step in whole][-1] != 0.5 and whole[0]["train/loss"] == pytest.approx(0.6931472)
     saving = "trainer.checkpoint.async_save=true"
@@ -58,10 +58,10 @@ def test_resumed_to_the_bit_and_exported_with_its_scores(task: Path, tmp_path: P
     assert main_export.PROGRAM([f"checkpoint={tmp_path}/broken", f"output={tmp_path}/exported"]) == 0
     found = [scores(tmp_path / name, task / "preferences_test.parquet") for name in ("model", "exported")]
     assert torch.equal(*found)
-    told, last = statistics(tmp_path / "exported"), whole[-1]
-    assert told == statistics(tmp_path / "model") and (told["answers"], told["data"]) == (64, "validation")
-    assert told["mean"] == last["val/score_mean"] == pytest.approx(float(found[0].mean()), abs=1e-6)
-    assert told["std"] == last["val/score_std"] == pytest.approx(float(found[0].std(correction=0)), abs=1e-6)
+    reported, last = statistics(tmp_path / "exported"), whole[-1]
+    assert reported == statistics(tmp_path / "model") and (reported["answers"], reported["data"]) == (64, "validation")
+    assert reported["mean"] == last["val/score_mean"] == pytest.approx(float(found[0].mean()), abs=1e-6)
+    assert reported["std"] == last["val/score_std"] == pytest.approx(float(found[0].std(correction=0)), abs=1e-6)
     assert last["val/score_difference"] == pytest.approx(float((found[0][:, 0] - found[0][:, 1]).mean()), abs=1e-6)
     differences = found[0][:, 0] - found[0][:, 1]
     assert last["val/loss"] == pytest.approx(float(-differences.sigmoid().log().mean()), abs=1e-6)
@@ -80,10 +80,10 @@ def test_the_tokenizers_padding_is_the_models_unless_it_ends_rows(task: Path, tm
 
 def test_without_held_out_pairs_the_statistics_are_the_trainings(task: Path, tmp_path: Path) -> None:
     steps = run(task, tmp_path / "run", "data.val_files=[]", "trainer.test_freq=-1", "trainer.total_training_steps=1")
-    told = statistics(tmp_path / "run/global_step_1/model")
-    assert (told["answers"], told["data"]) == (128, "train") and "val/loss" not in steps[0]
+    reported = statistics(tmp_path / "run/global_step_1/model")
+    assert (reported["answers"], reported["data"]) == (128, "train") and "val/loss" not in steps[0]
     assert main_export.PROGRAM([f"checkpoint={tmp_path}/run", f"output={tmp_path}/exported"]) == 0
-    assert told["mean"] == pytest.approx(float(scores(tmp_path / "exported", task / "preferences.parquet").mean()), abs=1e-6)
+    assert reported["mean"] == pytest.approx(float(scores(tmp_path / "exported", task / "preferences.parquet").mean()), abs=1e-6)
     run(task, tmp_path / "unseen", "trainer.test_freq=-1", "trainer.total_training_steps=1")
     unseen = statistics(tmp_path / "unseen/global_step_1/model")
     assert (unseen["answers"], unseen["data"]) == (64, "validation"), "held out, though nothing was validated"
@@ -133,7 +133,7 @@ def test_margin_and_centering_reach_the_loss(task: Path, tmp_path: Path) -> None
 
 
 @pytest.mark.soak
-def test_the_recipe_tells_right_from_slightly_wrong(tmp_path: Path) -> None:
+def test_the_recipe_distinguishes_right_from_slightly_wrong(tmp_path: Path) -> None:
     """From random weights; the recipe begins with the warm start. Measured: 0.951, and 0.957."""
     task = make_task(tmp_path / "task")
     sizes = ["--train_size=1", "--test_size=1", "--sft_size=0", "--preferences_size=8192"]

@@ -23,7 +23,7 @@ def make_batch() -> Batch:
     )
 
 
-def test_a_batch_reads_back_to_the_bit(tmp_path: Path) -> None:
+def test_a_batch_reads_back_bitwise(tmp_path: Path) -> None:
     batch = make_batch()
     read, facts = load_batch(save_batch(tmp_path / "step_3.safetensors", batch, {"step": 3, "config": {"a": [1, None]}}))
     assert facts == {"step": 3, "config": {"a": [1, None]}} and read.meta == batch.meta

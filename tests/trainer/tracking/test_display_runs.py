@@ -88,7 +88,7 @@ def test_an_interrupt_ends_the_display_and_the_run(python: str, task: Path, tmp_
     assert terminal.end() == 130
     after = terminal.text.rpartition("╯")[2]
     assert after.rstrip().endswith(
-        "interrupted; with trainer.resume_mode=auto it goes on from the beginning: there is no checkpoint"
+        "interrupted; with trainer.resume_mode=auto it resumes from the beginning: there is no checkpoint"
     )
     assert "Traceback" not in after and "^C" in terminal.text
     assert "\x1b[?25h" in terminal.written.rpartition("╯")[2]

@@ -112,7 +112,7 @@ def told_batch() -> Batch:
     return batch
 
 
-def test_what_the_reward_function_tells_is_a_mean_over_the_answers_it_tells_it_of() -> None:
+def test_a_number_of_the_reward_function_is_a_mean_over_the_answers_that_have_it() -> None:
     found = reward_metrics(told_batch(), {"math"})
     assert {name: value for name, value in found.items() if name.endswith("/mean")} == {
         "reward/acc/mean": pytest.approx(2 / 3),
@@ -179,7 +179,7 @@ def test_validation_weighs_prompts_alike() -> None:
     }
 
 
-def test_where_the_reward_function_tells_accuracy_it_is_what_counts() -> None:
+def test_where_the_reward_function_reports_accuracy_it_is_what_counts() -> None:
     found = validation_metrics(["math", "math"], [0, 1], {"reward": [0.3, 0.1], "acc": [1.0, 0.0]})
     assert found["val-core/math/acc/mean@1"] == found["val/accuracy"] == 0.5
     assert found["val-aux/math/reward/mean@1"] == pytest.approx(0.2)

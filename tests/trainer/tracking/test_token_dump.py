@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from trainer.run.run_dir import ANSWERS, GLOBAL_STEP, read_lines
-from trainer.tracking.token_dump import KEPT_ROWS, KEPT_STEPS, KEPT_TOKENS, AnswerLog, pieces, shown, spread
+from trainer.tracking.token_dump import KEPT_ROWS, KEPT_STEPS, KEPT_TOKENS, ResponseLog, pieces, shown, spread
 from workers.batch import Batch
 
 
@@ -56,9 +56,9 @@ class Actor:
 
 def keep(run_dir: Path, tokenizer: Any, batch: Batch, *steps: int, total: int, forwards: bool = False, ranks: int = 1) -> Actor:
     actor = Actor(ranks)
-    log = AnswerLog(run_dir, tokenizer, total, forwards=forwards)
+    log = ResponseLog(run_dir, tokenizer, total, forwards=forwards)
     for step in steps:
-        log.keep(step, batch, cast(Any, actor))
+        log.record(step, batch, cast(Any, actor))
     return actor
 
 

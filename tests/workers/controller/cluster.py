@@ -17,32 +17,34 @@ JOIN_SECONDS = 60.0
 
 
 def main(run_dir: str, address: str) -> None:
-    said = {}
+    message = {}
     start = {"run_dir": run_dir, "nnodes": 2, "n_gpus_per_node": 2, "device": "cpu", "ray_init": {"address": address}}
     with RayBackend(**start, join_seconds=JOIN_SECONDS) as backend:
         group = backend.start_group("toy", ResourcePool((2, 2), "cpu", "p"), TOY, env={"A": "b"})
-        said["infos"] = [asdict(info) for info in group.call(worker_call(Toy.stands)).result()]
-        said["raylets"] = [value for (value,) in group.call(worker_call(Toy.environment, "RAY_RAYLET_PID")).result()]
-        said["env"] = group.call(worker_call(Toy.environment, "A", "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES")).result()
+        message["infos"] = [asdict(info) for info in group.call(worker_call(Toy.stands)).result()]
+        message["raylets"] = [value for (value,) in group.call(worker_call(Toy.environment, "RAY_RAYLET_PID")).result()]
+        message["env"] = group.call(worker_call(Toy.environment, "A", "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES")).result()
         try:
             group.call(worker_call(Toy.hang, 1, 3), limit=Limit(1.0)).result()
         except PhaseTimeout as late:
-            said["hanging"] = ["in hang\n" in state.processes[0].stacks for state in late.states]
+            message["hanging"] = ["in hang\n" in state.processes[0].stacks for state in late.states]
     with RayBackend(**start, join_seconds=0.5) as backend:
         room = ResourcePool((2, 2), "cpu", "room")
         for n in (0, 1):
             half = backend.start_group(f"half_{n}", ResourcePool((1, 1), "cpu", f"half {n}", room=room, first_slot=n), TOY)
             raylets = [value for (value,) in half.call(worker_call(Toy.environment, "RAY_RAYLET_PID")).result()]
             infos = half.call(worker_call(Toy.stands)).result()
-            said[f"half_{n}"] = [(info.node_rank, info.local_rank, raylet) for info, raylet in zip(infos, raylets, strict=True)]
+            message[f"half_{n}"] = [
+                (info.node_rank, info.local_rank, raylet) for info, raylet in zip(infos, raylets, strict=True)
+            ]
         try:
             backend.start_group("large", ResourcePool((5, 2), "cpu", "large"), TOY)
         except ValueError as error:
-            said["too large"] = str(error)
+            message["too large"] = str(error)
     ray.init(address=address, logging_level="ERROR")
-    said["alive"] = sum(node["Alive"] for node in ray.nodes())
+    message["alive"] = sum(node["Alive"] for node in ray.nodes())
     ray.shutdown()
-    print(json.dumps(said))
+    print(json.dumps(message))
 
 
 if __name__ == "__main__":

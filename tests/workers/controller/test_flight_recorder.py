@@ -101,9 +101,7 @@ def test_who_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     with process("print(flush=True); time.sleep(600)") as pid:
         assert collectives_of(pid) == "", "it records none"
     monkeypatch.setattr("workers.controller.flight_recorder.ANSWER_SECONDS", 0.2)
-    start = (
-        "from workers.controller.flight_recorder import enable_collective_reports\nanswer_for_collectives()\nimport ctypes, sys\n"
-    )
+    start = "from workers.controller.flight_recorder import enable_collective_reports as enable\nenable()\nimport ctypes, sys\n"
     holds = "sys.setswitchinterval(600); library = ctypes.PyDLL(None); library.write(1, b'\\n', 1); library.sleep(600)"
     with process(holds, start) as pid:
         assert collectives_of(pid) == "", "an extension holds the interpreter's lock"
@@ -111,7 +109,7 @@ def test_who_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_process_without_torch_has_recorded_nothing_and_its_own_setting_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     start = (
-        "import os, time\nfrom workers.controller.flight_recorder import enable_collective_reports\nanswer_for_collectives()\n"
+        "import os, time\nfrom workers.controller.flight_recorder import enable_collective_reports\nenable_collective_reports()\n"
     )
     for name, value, found in [("PATH", os.environ["PATH"], "2000"), ("TORCH_NCCL_TRACE_BUFFER_SIZE", "0", "None")]:
         monkeypatch.setenv(name, value)
@@ -134,7 +132,7 @@ def test_who_has_not_entered_is_named_with_the_collective() -> None:
     assert compared(r0=[], r1=[]) is None
 
 
-def test_the_cause_is_who_waits_for_nobody() -> None:
+def test_the_cause_is_the_rank_that_waits_for_no_other() -> None:
     """Rank 0 waits for rank 1, which waits for rank 2, which is at work."""
     assert compared(r0=[flying(5, group="tp01")], r1=[flying(9, group="tp12")], r2=[entry(8, group="tp12")]) == (
         [2],

@@ -31,7 +31,7 @@ def backend(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 def four(backend: Backend) -> WorkerGroup:
     """Two replicas of two ranks: mesh ``rollout`` has two shards, the second answered by its second rank."""
     group = backend.start_group("four", ResourcePool((4,), "cpu", "p"), TOY, "given", n=3, env={"TOY_SAYS": "hello"})
-    group.register_mesh("rollout", Mesh(shard_of_rank=(0, 0, 1, 1), answers=(0, 3)))
+    group.register_mesh("rollout", Mesh(shard_of_rank=(0, 0, 1, 1), output_ranks=(0, 3)))
     return group
 
 

@@ -14,8 +14,8 @@ from workers.controller.rpc import worker_call
 def test_stacks_of_who_is_late(capfd: pytest.CaptureFixture[str]) -> None:
     with stacks_after(0.05):
         time.sleep(0.2)
-    said = capfd.readouterr().err
-    assert said.startswith("Timeout (") and "in test_stacks_of_who_is_late" in said
+    message = capfd.readouterr().err
+    assert message.startswith("Timeout (") and "in test_stacks_of_who_is_late" in message
 
 
 @pytest.mark.parametrize("seconds", [0.1, None])
@@ -26,7 +26,7 @@ def test_who_is_in_time_says_nothing(seconds: float | None, capfd: pytest.Captur
     assert capfd.readouterr().err == ""
 
 
-def test_in_this_process_a_late_call_goes_on(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_late_call_in_this_process_continues(capfd: pytest.CaptureFixture[str]) -> None:
     with LocalBackend() as backend:
         group = backend.start_group("toy", ResourcePool((1,), "cpu", "p"), Toy)
         assert group.call(worker_call(Toy.note, "x", pause=0.2), limit=Limit(0.05)).result() == [1]

@@ -65,7 +65,7 @@ def test_who_has_put_a_stream_in_place_of_stderr_still_reads_it(tmp_path: Path, 
     assert capsys.readouterr() == ("ours\n", "told\nnoise\n")
 
 
-def test_a_display_hears_what_is_told_while_it_is_there(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_open_display_receives_printed_lines(capsys: pytest.CaptureFixture[str]) -> None:
     shown = io.StringIO()
     with heard_through(shown):
         tell("one")

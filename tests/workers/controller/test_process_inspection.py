@@ -55,7 +55,7 @@ def test_a_process_that_holds_the_interpreters_lock_says_where_it_is() -> None:
     assert "in extension\n" in state.stacks
 
 
-def test_a_process_that_works_says_where_it_is_and_goes_on() -> None:
+def test_a_busy_process_reports_its_stack_and_continues() -> None:
     with process(SLEEPS) as pid:
         for _ in range(2):
             ((state,),) = examine([pid])
@@ -74,7 +74,7 @@ def test_a_process_that_cannot_answer_is_not_waited_for_and_not_woken() -> None:
         assert state.stopped
 
 
-def test_children_are_told_of_and_only_those_are_asked_that_answer() -> None:
+def test_children_are_listed_and_only_responsive_ones_are_queried() -> None:
     """The signal would end a child that has no handler for it; a forked one would write among its parent's stacks."""
     with process(HAS_CHILDREN) as pid:
         for _ in range(2):

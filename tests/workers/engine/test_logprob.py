@@ -44,12 +44,12 @@ def test_equals_log_softmax(chunk: int, with_bias: bool, temperature: float) -> 
     hidden, weight, bias, targets = inputs(7, 13, 5)
     leaves = (hidden, weight, bias) if with_bias else (hidden, weight)
     arguments = (hidden, weight, bias if with_bias else None, targets)
-    ours = head_log_probs(*arguments, temperature=temperature, want_entropy=True, chunk=chunk)
-    theirs = plain(*arguments, temperature)
+    actual = head_log_probs(*arguments, temperature=temperature, want_entropy=True, chunk=chunk)
+    reference = plain(*arguments, temperature)
     direction = torch.linspace(-1.0, 2.0, 7, dtype=torch.float64)
-    for our, their in zip(ours, theirs, strict=True):
+    for our, their in zip(actual, reference, strict=True):
         torch.testing.assert_close(our, their, rtol=1e-12, atol=1e-12)
-    grads = [torch.autograd.grad((lp * direction).sum() + (h * direction.flip(0)).sum(), leaves) for lp, h in (ours, theirs)]
+    grads = [torch.autograd.grad((lp * direction).sum() + (h * direction.flip(0)).sum(), leaves) for lp, h in (actual, reference)]
     for our, their in zip(*grads, strict=True):
         torch.testing.assert_close(our, their, rtol=1e-10, atol=1e-12)
 
@@ -196,7 +196,7 @@ def test_large_vocabularies_get_smaller_chunks() -> None:
 
 
 def test_the_gradient_of_the_weight_is_summed_where_it_lies() -> None:
-    """In the weight's own dtype there is one of its size, and beside it chunks, which are small here."""
+    """In the weight's own dtype there is one of its size, in addition to chunks, which are small here."""
     hidden, weight, _, targets = inputs(64, 100, 500, torch.float32)
     log_probs, _ = head_log_probs(hidden, weight, None, targets, temperature=1.0, want_entropy=False, chunk=2)
     with Alive([hidden, weight]) as alive:

@@ -3,7 +3,7 @@
 import torch
 
 from tests.workers.engine.toy import ToyLoss, toy_batch
-from workers.engine.micro_batch import Answers, micro_batch, weighted
+from workers.engine.micro_batch import ForwardOutputs, micro_batch, weighted
 
 CPU = torch.device("cpu")
 LENGTHS = [5, 9, 1, 9, 3]
@@ -32,13 +32,13 @@ def test_a_token_without_weight_takes_no_part_whatever_its_loss() -> None:
 
 def test_answers_come_back_in_the_order_of_the_batch() -> None:
     batch = toy_batch(LENGTHS)
-    answers = Answers(batch, {"values"}, "value", 61)
+    collected = ForwardOutputs(batch, {"values"}, "value", 61)
     for chosen in ((3, 0), (), (1, 2, 4)):
-        rows = micro_batch(answers.batch, chosen, CPU)
+        rows = micro_batch(collected.batch, chosen, CPU)
         if chosen:
             ends = rows.offsets[1:] - 1
             ids = rows.tokens["input_ids"].double()
-            answers.put(rows, {"values": ids, "last_value": ids[ends]})
-    whole = answers.whole()
+            collected.put(rows, {"values": ids, "last_value": ids[ends]})
+    whole = collected.batch_of_outputs()
     assert torch.equal(whole.tokens["values"], batch.tokens["input_ids"].float())
     assert torch.equal(whole.rows["last_value"], batch.tokens["input_ids"][batch.offsets[1:] - 1].float())

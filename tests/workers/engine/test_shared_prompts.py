@@ -22,7 +22,7 @@ from workers.roles.model_role import ModelRole
 LENGTHS = [9, 14, 9, 5, 12, 9, 6, 5, 7]
 PROMPTS = [5, 5, 5, 5, 6, 1, 6, 3, 0]
 GROUPS = [0, 0, 0, 0, 1, 2, 1, 3, 4]
-"""Row 3 is its prompt alone; rows 5 and 7 and 8 share with nobody."""
+"""Row 3 is its prompt alone; rows 5 and 7 and 8 share with no row."""
 
 
 def grouped(dtype: torch.dtype = torch.float64) -> Batch:
@@ -70,8 +70,8 @@ def test_nothing_to_share() -> None:
 def test_stretches_that_are_alike_are_one_attention_call() -> None:
     shared = SharedPrompts.of(LENGTHS, PROMPTS, GROUPS, torch.device("cpu"))
     assert shared is not None
-    told = [(stretch.length, stretch.seen) for stretch in shared.stretches]
-    assert told == [(9, 14), (6, 12), (9, 9), (4, 9), (4, 9), (7, 7), (6, 6), (5, 5), (5, 5)]
+    reported = [(stretch.length, stretch.seen) for stretch in shared.stretches]
+    assert reported == [(9, 14), (6, 12), (9, 9), (4, 9), (4, 9), (7, 7), (6, 6), (5, 5), (5, 5)]
     assert PackedRows.of(LENGTHS, torch.device("cpu"), shared=shared).blocks[3:] == ((2, 4, 9), (1, 7, 7), (1, 6, 6), (2, 5, 5))
 
 

@@ -75,18 +75,18 @@ def test_copies_must_fit_into_the_memory_of_each_host(
 ) -> None:
     """Of all its ranks together; each rank decides the same, from what all of them say."""
     found: list[str | None] = []
-    told = [(host, size * MB, usable * MB, whose) for host, size, usable, whose in ranks]
-    for host, size, usable, whose in told:
+    reported = [(host, size * MB, usable * MB, whose) for host, size, usable, whose in ranks]
+    for host, size, usable, whose in reported:
 
         def gather(answers: list[Any], mine: Any, own: tuple[str, int, float, str] = (host, size, usable, whose)) -> None:
             assert mine == own
-            answers[:] = told
+            answers[:] = reported
 
         total = 1000 * MB
         memory = Memory(int(usable + staging.SPARE * total), total, whose)
         monkeypatch.setattr(staging, "host_memory", lambda memory=memory: memory)
         monkeypatch.setattr("socket.gethostname", lambda host=host: host)
-        monkeypatch.setattr(dist, "get_world_size", lambda: len(told))
+        monkeypatch.setattr(dist, "get_world_size", lambda: len(reported))
         monkeypatch.setattr(dist, "all_gather_object", gather)
         found.append(shortage(size))
     assert len(set(found)) == 1

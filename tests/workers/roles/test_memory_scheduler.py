@@ -1,4 +1,4 @@
-"""Who is where in each phase, seen by engines that only remember what they were told."""
+"""What is on the device in each phase, with engines that only record their calls."""
 
 import gc
 from typing import Any, Literal, cast
@@ -9,7 +9,7 @@ import torch
 from workers.roles.memory_scheduler import GCTime, MemoryScheduler, ResidentModel
 
 
-class Told:
+class RecordingEngine:
     """Remembers moves, sleeps and wakes in order, in a book that all share."""
 
     takes_driver_memory = True
@@ -33,13 +33,18 @@ class Told:
 
 def household(
     *, free_cache_engine: bool = True, offload: bool = True, device: Literal["cpu", "cuda"] = "cpu"
-) -> tuple[MemoryScheduler, dict[str, Told], list[tuple[str, str]]]:
+) -> tuple[MemoryScheduler, dict[str, RecordingEngine], list[tuple[str, str]]]:
     book: list[tuple[str, str]] = []
-    memory_scheduler, told = MemoryScheduler(device), {name: Told(name, book) for name in ("actor", "critic", "rollout")}
+    memory_scheduler, reported = (
+        MemoryScheduler(device),
+        {name: RecordingEngine(name, book) for name in ("actor", "critic", "rollout")},
+    )
     for role in ("actor", "critic"):
-        memory_scheduler.add_model(role, ResidentModel(cast(Any, told[role]), param_offload=offload, optimizer_offload=offload))
-    memory_scheduler.add_rollout(cast(Any, told["rollout"]), free_cache_engine=free_cache_engine)
-    return memory_scheduler, told, book
+        memory_scheduler.add_model(
+            role, ResidentModel(cast(Any, reported[role]), param_offload=offload, optimizer_offload=offload)
+        )
+    memory_scheduler.add_rollout(cast(Any, reported["rollout"]), free_cache_engine=free_cache_engine)
+    return memory_scheduler, reported, book
 
 
 def one_step(memory_scheduler: MemoryScheduler) -> None:
@@ -51,16 +56,16 @@ def one_step(memory_scheduler: MemoryScheduler) -> None:
 
 
 def test_offloaded_roles_are_on_the_device_only_while_they_work() -> None:
-    memory_scheduler, told, _ = household()
+    memory_scheduler, reported, _ = household()
     one_step(memory_scheduler)
-    assert told["actor"].places["params"] == told["actor"].places["optimizer"] == "device"
-    assert told["critic"].places["params"] == told["critic"].places["optimizer"] == "cpu"
+    assert reported["actor"].places["params"] == reported["actor"].places["optimizer"] == "device"
+    assert reported["critic"].places["params"] == reported["critic"].places["optimizer"] == "cpu"
     memory_scheduler.enter("forward", "critic")
-    assert told["critic"].places["params"] == "device" and told["critic"].places["optimizer"] == "cpu"
-    assert told["actor"].places == {"params": "cpu", "grads": "cpu", "optimizer": "cpu"}
+    assert reported["critic"].places["params"] == "device" and reported["critic"].places["optimizer"] == "cpu"
+    assert reported["actor"].places == {"params": "cpu", "grads": "cpu", "optimizer": "cpu"}
     memory_scheduler.enter("sync", "actor")
     memory_scheduler.enter("generate")
-    assert all(told[role].places == {"params": "cpu", "grads": "cpu", "optimizer": "cpu"} for role in ("actor", "critic"))
+    assert all(reported[role].places == {"params": "cpu", "grads": "cpu", "optimizer": "cpu"} for role in ("actor", "critic"))
 
 
 def test_the_rollout_engine_sleeps_until_its_first_weights_come() -> None:
@@ -86,33 +91,33 @@ def test_memory_is_given_back_before_any_is_taken() -> None:
 
 
 def test_shared_weights_stay_while_the_engine_generates() -> None:
-    memory_scheduler, told, _ = household()
+    memory_scheduler, reported, _ = household()
     memory_scheduler.enter("sync", "actor")
     memory_scheduler.share_weights_of("actor")
     memory_scheduler.enter("generate")
-    assert told["actor"].places["params"] == "device" and told["actor"].places["optimizer"] == "cpu"
+    assert reported["actor"].places["params"] == "device" and reported["actor"].places["optimizer"] == "cpu"
 
 
 def test_a_visit_leaves_everyone_where_they_were() -> None:
     """A checkpoint is saved while the rollout engine has its weights, and they must stay good."""
-    memory_scheduler, told, book = household()
+    memory_scheduler, reported, book = household()
     memory_scheduler.enter("sync", "actor")
     memory_scheduler.share_weights_of("actor")
     memory_scheduler.enter("generate")
     book.clear()
     for role in ("actor", "critic"):
         with memory_scheduler.parameters_on_device(role):
-            assert told[role].places["params"] == "device"
+            assert reported[role].places["params"] == "device"
     assert book == [("critic", "params device"), ("critic", "params cpu")]
     memory_scheduler.enter("generate")
 
 
 def test_roles_that_are_not_offloaded_stay() -> None:
-    memory_scheduler, told, _ = household(offload=False)
+    memory_scheduler, reported, _ = household(offload=False)
     one_step(memory_scheduler)
     memory_scheduler.enter("sync", "actor")
     memory_scheduler.enter("generate")
-    assert told["critic"].places["params"] == told["critic"].places["optimizer"] == "device"
+    assert reported["critic"].places["params"] == reported["critic"].places["optimizer"] == "device"
 
 
 def test_generating_without_weights_names_the_phase() -> None:
@@ -149,8 +154,8 @@ def test_cached_memory_is_released_before_the_engine_takes_any(monkeypatch: pyte
 @pytest.mark.parametrize("case", ["cpu", "embedded", "awake"])
 def test_nothing_is_released_where_no_engine_needs_it(monkeypatch: pytest.MonkeyPatch, case: str) -> None:
     """On CPU; for an engine within torch's allocator; for one that never sleeps."""
-    memory_scheduler, told, book = household(device="cpu" if case == "cpu" else "cuda", free_cache_engine=case != "awake")
-    told["rollout"].takes_driver_memory = case != "embedded"
+    memory_scheduler, reported, book = household(device="cpu" if case == "cpu" else "cuda", free_cache_engine=case != "awake")
+    reported["rollout"].takes_driver_memory = case != "embedded"
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: book.append(("torch", "release")))
     one_step(memory_scheduler)
     memory_scheduler.enter("sync", "actor")

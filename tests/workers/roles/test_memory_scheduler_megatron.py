@@ -28,7 +28,7 @@ AWAY = ("another forward", "sync", "generate", "rest")
 
 
 def main(offloads: int, path: str) -> None:
-    """Two rounds of what an actor with a reference and a rollout engine beside it goes through; then everything too early."""
+    """Two rounds of an actor, a reference and a colocated rollout engine; then every call too early."""
     from workers.engine.megatron.megatron_engine import MegatronEngine  # loading it changes torch: in these processes alone
 
     torch.set_num_threads(1)
@@ -111,7 +111,7 @@ def test_gradients_give_their_memory_back_while_others_work(found: tuple[dict[st
             assert left == pytest.approx(buffer, rel=0.05), phase
 
 
-def test_training_and_generation_go_on_to_the_same_bits(found: tuple[dict[str, Any], dict[str, Any]]) -> None:
+def test_training_and_generation_continue_bitwise(found: tuple[dict[str, Any], dict[str, Any]]) -> None:
     stays, leaves = found
     assert stays["metrics"][0]["grad_norm"] > 0 and stays["metrics"][0]["grad_norm"] != stays["metrics"][1]["grad_norm"]
     for here, gone in zip(stays["metrics"], leaves["metrics"], strict=True):

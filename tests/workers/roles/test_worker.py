@@ -66,14 +66,14 @@ def test_an_address_that_no_interface_has_chooses_none(monkeypatch: pytest.Monke
 
 
 def test_a_part_of_a_gpu_is_reserved_for_its_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a GPU: what torch is told."""
-    told: list[tuple[str, float]] = []
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: told.append(("device", device)))
-    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda part: told.append(("fraction", part)))
+    """Without a GPU: the calls of torch."""
+    reported: list[tuple[str, float]] = []
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: reported.append(("device", device)))
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda part: reported.append(("fraction", part)))
     monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: None)
     for fraction in (0.25, 1.0):
         Worker(replace(info(), local_rank=3), "cuda", 600.0, memory_fraction=fraction)
-    assert told == [("device", 3), ("fraction", 0.25), ("device", 3)]
+    assert reported == [("device", 3), ("fraction", 0.25), ("device", 3)]
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 8])
@@ -120,7 +120,7 @@ def test_an_engine_that_is_apart_does_not_sleep_and_gets_half_a_bucket_at_a_time
         worker.close()
 
 
-def test_collectives_wait_as_long_as_they_are_told() -> None:
+def test_collectives_wait_for_the_configured_time() -> None:
     worker = Worker(info(), "cpu", 77.0)
     try:
         world = dist.group.WORLD

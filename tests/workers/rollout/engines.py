@@ -86,8 +86,8 @@ def hf_logits(model: PreTrainedModel, request: Request, completion: Completion) 
 def log_prob_error(model: PreTrainedModel, request: Request, completion: Completion) -> float:
     """The largest difference between the engine's log-probs and those of plain transformers."""
     logits = hf_logits(model, request, completion) / (request.sampling.temperature or 1.0)
-    theirs = logits.log_softmax(-1).gather(1, torch.tensor(completion.token_ids)[:, None])[:, 0]
-    return float((theirs - torch.tensor(completion.log_probs)).abs().max())
+    expected = logits.log_softmax(-1).gather(1, torch.tensor(completion.token_ids)[:, None])[:, 0]
+    return float((expected - torch.tensor(completion.log_probs)).abs().max())
 
 
 class ModelSource:

@@ -10,12 +10,12 @@ def test_engines_add_up_and_the_last_word_is_never_late(tmp_path: Path) -> None:
     engines = [Progress(progress_file(tmp_path, engine)) for engine in range(2)]
     for engine in engines:
         engine.begin(10)
-    engines[0].tell(10, 70)  # all of it: at once
-    engines[1].tell(4, 30)  # too soon after the last write
+    engines[0].record(10, 70)  # all of it: at once
+    engines[1].record(4, 30)  # too soon after the last write
     standing = read_progress(tmp_path)
     assert standing[:3] == (10, 20, 70) and before <= standing.started <= time.time()
     time.sleep(SECONDS)
-    engines[1].tell(6, 50)
+    engines[1].record(6, 50)
     assert read_progress(tmp_path)[:3] == (16, 20, 120)
     engines[0].begin(3)
     assert read_progress(tmp_path)[:3] == (6, 13, 50)
@@ -23,7 +23,7 @@ def test_engines_add_up_and_the_last_word_is_never_late(tmp_path: Path) -> None:
         engine.close()
 
 
-def test_a_word_for_each_step_of_an_engine_costs_next_to_nothing(tmp_path: Path) -> None:
+def test_recording_every_engine_step_is_cheap(tmp_path: Path) -> None:
     progress = Progress(progress_file(tmp_path, 0))
     progress.begin(10**6)
     before = time.thread_time()

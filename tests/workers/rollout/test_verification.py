@@ -108,7 +108,7 @@ def test_one_number_that_is_off_is_found_within_64_turns(place: int) -> None:
     assert findings.wrong.keys() == {"weight"} and findings.nbytes == engines.nbytes
 
 
-def test_what_must_be_there_is_kept_from_before_the_trainer_goes_on() -> None:
+def test_expected_values_are_copied_before_the_trainer_continues() -> None:
     trainers = torch.ones(64)
     sample, found = WeightSample([Lines(PlainWeight("weight", lambda: torch.ones(64)), 0, 64)]), Findings()
     sample.take("weight", trainers)

@@ -30,17 +30,22 @@ class ActorLossConfig:
     policy_loss: PolicyLossFn
     needs: frozenset[str]
     prepare: Callable[..., Tensor] | None
-    own_old_log_probs: bool
+    old_log_probs_from_update: bool
 
     @classmethod
-    def of(cls, config: PPOConfig, *, own_old_log_probs: bool) -> ActorLossConfig:
+    def of(cls, config: PPOConfig, *, old_log_probs_from_update: bool) -> ActorLossConfig:
         actor, correction = config.actor_rollout_ref.actor, config.algorithm.rollout_correction
         # loss_type=reinforce replaces the ratio of the clipped surrogate by detached importance weights, so loss_mode, which
         # would multiply a second ratio, does not apply.
         by_weights = correction.bypass_mode and correction.loss_type == "reinforce"
         name = "reinforce" if by_weights else actor.policy_loss.loss_mode
         return cls(
-            actor, correction, POLICY_LOSSES[name], POLICY_LOSSES.needs(name), POLICY_LOSSES.prepare(name), own_old_log_probs
+            actor,
+            correction,
+            POLICY_LOSSES[name],
+            POLICY_LOSSES.needs(name),
+            POLICY_LOSSES.prepare(name),
+            old_log_probs_from_update,
         )
 
 
@@ -60,14 +65,16 @@ class ActorLoss:
         self.needs = frozenset(needs | ({self.kl_column} if self.kl_column else set()))
         # In bypass mode old_log_probs are the rollout's, so there is no correction to compute before the update: importance
         # weights and rejections follow the current policy and are recomputed for every mini-batch.
-        self.corrects_afresh = correction.bypass_mode and is_enabled(correction)
-        self.weights_afresh = self.corrects_afresh and correction.loss_type == "reinforce" and correction.rollout_is is not None
-        self.wants_preparation = config.prepare is not None or self.corrects_afresh
+        self.recomputes_correction = correction.bypass_mode and is_enabled(correction)
+        self.recomputes_weights = (
+            self.recomputes_correction and correction.loss_type == "reinforce" and correction.rollout_is is not None
+        )
+        self.needs_preparation = config.prepare is not None or self.recomputes_correction
         self.columns = (
             "advantages",
-            "rollout_log_probs" if config.own_old_log_probs else "old_log_probs",
+            "rollout_log_probs" if config.old_log_probs_from_update else "old_log_probs",
             *([f"ref_{self.kl_column}"] if self.kl_column else []),
-            *(["is_weights"] if self.weights_afresh or (correction.rollout_is and not correction.bypass_mode) else []),
+            *(["is_weights"] if self.recomputes_weights or (correction.rollout_is and not correction.bypass_mode) else []),
             *(["chosen"] if config.prepare is not None else []),
             *(["entropy_mask"] if not self.wants_entropy else []),
         )
@@ -79,14 +86,14 @@ class ActorLoss:
         rejected.
         """
         tokens, metrics = mini_batch.tokens, {}
-        old_log_probs = tokens["log_probs"] if self.config.own_old_log_probs else tokens["old_log_probs"]
+        old_log_probs = tokens["log_probs"] if self.config.old_log_probs_from_update else tokens["old_log_probs"]
         written: dict[str, Tensor] = {}
-        if self.corrects_afresh:
+        if self.recomputes_correction:
             correction = rollout_correction(
                 tokens["log_probs"], old_log_probs, tokens["response_mask"], mini_batch.lengths, self.config.correction
             )
             written["response_mask"], metrics = correction.mask, correction.metrics
-            if self.weights_afresh:
+            if self.recomputes_weights:
                 assert correction.weights is not None
                 written["is_weights"] = correction.weights
         if self.config.prepare is not None:
@@ -98,15 +105,15 @@ class ActorLoss:
     def __call__(self, outputs: dict[str, Tensor], micro_batch: Batch) -> tuple[Tensor, Metrics]:
         config, tokens = self.config.actor, micro_batch.tokens
         mask, weight, log_probs = tokens["response_mask"], tokens["loss_weight"], outputs["log_probs"]
-        old_log_probs = log_probs.detach() if self.config.own_old_log_probs else tokens["old_log_probs"]
+        old_log_probs = log_probs.detach() if self.config.old_log_probs_from_update else tokens["old_log_probs"]
         metrics: Metrics = {}
         inputs = self._inputs(micro_batch, log_probs, old_log_probs)
         loss, policy_metrics = self.config.policy_loss(inputs, config)
         metrics |= policy_metrics
         # Both cases skip the log-prob pass before the update, which measures the mismatch otherwise. In bypass mode the old
         # log-probs are those of the rollout.
-        if self.config.own_old_log_probs or self.config.correction.bypass_mode:
-            behavior = tokens["rollout_log_probs"] if self.config.own_old_log_probs else old_log_probs
+        if self.config.old_log_probs_from_update or self.config.correction.bypass_mode:
+            behavior = tokens["rollout_log_probs"] if self.config.old_log_probs_from_update else old_log_probs
             metrics |= mismatch(log_probs.detach(), behavior, mask)
         if "is_weights" in tokens:
             loss = loss * importance(inputs, tokens["is_weights"], self.config.needs)

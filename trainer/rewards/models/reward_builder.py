@@ -19,7 +19,7 @@ from trainer.algorithms.moments import RunningMoments
 from trainer.cluster.role_builder import limits, start_model
 from trainer.cluster.watchdog import Watchdog
 from trainer.data.chat import load_tokenizer
-from trainer.data.conversations import Conversations, same_words, with_template
+from trainer.data.conversations import Conversations, same_tokenizer, with_template
 from trainer.rewards.models.local_model import LocalModel
 from trainer.rewards.models.reward_models import STATISTICS, Moments, RewardModel, RewardModels, ServedModel
 from trainer.rewards.remote.remote_rewards import RemoteRewards
@@ -151,7 +151,7 @@ def own_conversations(
     """Encoder of conversations for the reward model; None if it reads the policy's tokens."""
     # The policy's tokens are preferred: decoding and encoding again does not always give the sampled tokens back.
     own = with_template(load_tokenizer(engine_model(config)), config.chat_template)
-    if same_words(own, tokenizer) and config.apply_chat_template_kwargs in ({}, template_kwargs):
+    if same_tokenizer(own, tokenizer) and config.apply_chat_template_kwargs in ({}, template_kwargs):
         return None
     if config.kind == "token":
         raise ValueError(

@@ -15,7 +15,7 @@ from trainer.algorithms.moments import RunningMoments
 from trainer.cluster.watchdog import Watchdog
 from trainer.data.dataset import Prompt
 from trainer.rewards.remote.remote_rewards import RemoteRewards
-from trainer.rewards.requests import to_score
+from trainer.rewards.requests import responses_to_score
 from trainer.rewards.scoring import Score
 from workers.batch import Batch
 from workers.controller.group import WorkerGroup
@@ -112,7 +112,7 @@ class RewardModels:
             # tends to 0 while the policy improves.
             if not learn_from.any():
                 return values.tolist()
-            model.moments.see(values[learn_from])
+            model.moments.update(values[learn_from])
         return model.normalised(values).tolist()
 
     def state(self) -> dict[str, Any]:
@@ -152,7 +152,7 @@ class ServedModel:
 
     def score(self, answers: Batch, prompts: Sequence[Prompt], texts: Sequence[str]) -> tuple[list[Score], Tensor | None]:
         with self.watchdog.own("reward", f"scoring by reward model {self.name}", f"{len(answers)} answers"):
-            scores = self.servers.score(to_score(prompts, texts, answers, self.tokenizer, for_servers=True))
+            scores = self.servers.score(responses_to_score(prompts, texts, answers, self.tokenizer, for_servers=True))
         return [
             replace(score, extra={f"{self.name}_{key}": value for key, value in score.extra.items()}) for score in scores
         ], None

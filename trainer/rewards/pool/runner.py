@@ -29,7 +29,7 @@ from configs.schema.ppo import ScoringConfig, asks_rules
 from trainer.rewards.pool.worker import check_file, resolve
 from trainer.rewards.rules.reward_registry import check_data_sources, may_ask_judge, scores_by_source, with_own_function
 from trainer.rewards.sandbox.forkserver import close_fork_servers
-from trainer.rewards.scoring import Answer, Score, ScoreFunction, ScoringProgress, score_all
+from trainer.rewards.scoring import Response, Score, ScoreFunction, ScoringProgress, score_all
 
 _START_LIMIT = 120.0
 """Seconds until a process must be ready: the user's module may import a lot."""
@@ -81,7 +81,7 @@ class RewardRunner:
             self.close()
             raise
 
-    def score(self, answers: Sequence[Answer]) -> list[Score]:
+    def score(self, answers: Sequence[Response]) -> list[Score]:
         """One score per response, in order. Raises ValueError for a data source without a scorer, and as wait_ready does."""
         if scores_by_source(self._config):
             check_data_sources(answer.data_source for answer in answers)
@@ -216,7 +216,7 @@ class _Process:
     def idle(self) -> bool:
         return self.ready and not self.given
 
-    def give(self, chunk: list[int], answers: Sequence[Answer], timeout: float) -> bool:
+    def give(self, chunk: list[int], answers: Sequence[Response], timeout: float) -> bool:
         """Send a chunk; False if the process has died since its last message, which the next ``read`` reports."""
         try:
             self.connection.sendall(pickle.dumps([answers[i] for i in chunk]))

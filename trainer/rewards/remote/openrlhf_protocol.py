@@ -13,10 +13,10 @@ from collections.abc import Sequence
 from types import UnionType
 from typing import Any
 
-from trainer.rewards.scoring import Answer, Score, finite
+from trainer.rewards.scoring import Response, Score, finite
 
 
-def to_request(answers: Sequence[Answer]) -> dict[str, list]:
+def to_request(answers: Sequence[Response]) -> dict[str, list]:
     return {
         "query": [answer.query for answer in answers],
         "prompts": [answer.prompt for answer in answers],
@@ -27,11 +27,11 @@ def to_request(answers: Sequence[Answer]) -> dict[str, list]:
         "finished": [answer.finished for answer in answers],
         "messages": [answer.messages for answer in answers],
         "token_ids": [answer.ids for answer in answers],
-        "tokenizers": [answer.words for answer in answers],
+        "tokenizers": [answer.tokenizer_id for answer in answers],
     }
 
 
-def from_request(body: Any) -> list[Answer]:
+def from_request(body: Any) -> list[Response]:
     """Parse a request, of at least one response. Raises ValueError, one line.
 
     With OpenRLHF's fields only, a response is its query without the prompt, has no data source and counts as finished.
@@ -58,7 +58,7 @@ def from_request(body: Any) -> list[Answer]:
         _column(body, "tokenizers", str, [""] * n),
         strict=True,
     )
-    return [Answer(*row) for row in columns]
+    return [Response(*row) for row in columns]
 
 
 def to_reply(scores: Sequence[Score]) -> dict[str, Any]:

@@ -12,11 +12,11 @@ from types import TracebackType
 
 from configs.base.secrets import hidden
 from configs.schema.ppo import RemoteConfig, RemoteScoringConfig
-from trainer.rewards.http_client import Passing, RequestRefused, connection_problem, post, with_retries
+from trainer.rewards.http_client import RequestRefused, TransientError, connection_problem, post, with_retries
 from trainer.rewards.pool.runner import RewardRunner
 from trainer.rewards.remote import openrlhf_protocol
 from trainer.rewards.rules.reward_registry import scores_by_source
-from trainer.rewards.scoring import Answer, Rewards, Score, ScoringProgress, in_threads
+from trainer.rewards.scoring import Response, Rewards, Score, ScoringProgress, in_threads
 from workers.controller.logs import tell
 
 _MAX_BACKOFF = 60.0
@@ -67,7 +67,7 @@ class RemoteRewards:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         """Do nothing: the servers keep running."""
 
-    def score(self, answers: Sequence[Answer]) -> list[Score]:
+    def score(self, answers: Sequence[Response]) -> list[Score]:
         """One score per response, in order. A response that no server scored has an error; the others are not affected."""
         size = self._config.batch_size
         batches = [answers[start : start + size] for start in range(0, len(answers), size)]
@@ -78,7 +78,7 @@ class RemoteRewards:
             self.progress.add(scores)
         return found
 
-    def _score(self, answers: Sequence[Answer]) -> list[Score]:
+    def _score(self, answers: Sequence[Response]) -> list[Score]:
         """Scores of the responses of one request."""
         try:
             body = json.dumps(openrlhf_protocol.to_request(answers)).encode()
@@ -96,20 +96,20 @@ class RemoteRewards:
     def _try_servers(self, body: bytes, n: int) -> list[Score]:
         """Scores from the first server that returns them. Raises Passing if one failed transiently, else Refused."""
         # Permanent failures move on to the next server too: one replica may have a bug or a wrong token that others do not.
-        problems: list[Passing | RequestRefused] = []
+        problems: list[TransientError | RequestRefused] = []
         for server in self._by_load():
             with self._lock:
                 server.requests += 1
                 server.in_flight += 1
             try:
                 scores = self._request(server.url, body, n)
-            except (Passing, RequestRefused) as error:
+            except (TransientError, RequestRefused) as error:
                 problems.append(error)
                 self._failed(server, error)
             else:
                 self._answered(server)
                 return scores
-        raise next((error for error in problems if isinstance(error, Passing)), problems[0])
+        raise next((error for error in problems if isinstance(error, TransientError)), problems[0])
 
     def _request(self, url: str, body: bytes, n: int) -> list[Score]:
         config, token = self._config, os.environ.get(self._config.token_env, "").strip()

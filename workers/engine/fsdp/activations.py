@@ -56,23 +56,23 @@ def _tiled(mlp: nn.Module, run: Run, shards: int, x: Tensor) -> Tensor:
     """
     weights = [weight for weight in mlp.parameters() if weight.requires_grad]
     if not (torch.is_grad_enabled() and (x.requires_grad or weights)):
-        return _in_pieces(run, shards, x)
+        return _in_tiles(run, shards, x)
     # The input is saved by an autograd node of its own, the last of the layer that saves anything. Recomputation of a
     # checkpointed layer ends there, before the MLP, which the backward of _Tiled recomputes anyway.
-    kept: Tensor = _Keep.apply(x.new_empty(0).requires_grad_(), x)
+    kept: Tensor = _SaveInput.apply(x.new_empty(0).requires_grad_(), x)
     tiled: Tensor = _Tiled.apply(run, shards, kept.grad_fn, kept, x, *weights)
     return tiled
 
 
-def _in_pieces(run: Run, shards: int, x: Tensor) -> Tensor:
+def _in_tiles(run: Run, shards: int, x: Tensor) -> Tensor:
     """Forward without gradient: tiles are written into one output, so there is no second copy of it to concatenate."""
     out = torch.empty_like(x)
-    for there, piece in zip(out.chunk(shards, 1), x.chunk(shards, 1), strict=True):
-        there.copy_(run(piece))
+    for out_tile, tile in zip(out.chunk(shards, 1), x.chunk(shards, 1), strict=True):
+        out_tile.copy_(run(tile))
     return out
 
 
-class _Keep(torch.autograd.Function):
+class _SaveInput(torch.autograd.Function):
     """Autograd node that saves ``x`` for _Tiled. Its output is empty; ``anchor`` requires grad so that the node exists."""
 
     @staticmethod
@@ -89,24 +89,24 @@ class _Tiled(torch.autograd.Function):
     """MLP in tiles; the backward recomputes each tile and accumulates the weights' gradients over tiles."""
 
     @staticmethod
-    def forward(ctx: Any, run: Run, shards: int, keeper: Any, kept: Tensor, x: Tensor, *weights: Tensor) -> Tensor:
-        ctx.run, ctx.shards, ctx.keeper, ctx.weights = run, shards, keeper, weights
-        return _in_pieces(run, shards, x)
+    def forward(ctx: Any, run: Run, shards: int, saved_input: Any, kept: Tensor, x: Tensor, *weights: Tensor) -> Tensor:
+        ctx.run, ctx.shards, ctx.saved_input, ctx.weights = run, shards, saved_input, weights
+        return _in_tiles(run, shards, x)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
-        (x,) = ctx.keeper.saved_tensors
+        (x,) = ctx.saved_input.saved_tensors
         d_x = torch.empty_like(x)
         # Accumulate over tiles in float32 whatever the weights' dtype.
         sums = [torch.zeros_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32)) for weight in ctx.weights]
-        pieces = (whole.chunk(ctx.shards, 1) for whole in (x, d_x, d_out))
-        for piece, d_piece, d_there in zip(*pieces, strict=True):
-            piece = piece.detach().requires_grad_()
+        tiles = (whole.chunk(ctx.shards, 1) for whole in (x, d_x, d_out))
+        for tile, d_tile, d_out_tile in zip(*tiles, strict=True):
+            tile = tile.detach().requires_grad_()
             with torch.enable_grad():
-                out = ctx.run(piece)
-            gradient, *of_weights = torch.autograd.grad(out, [piece, *ctx.weights], d_there)
-            d_piece.copy_(gradient)
+                out = ctx.run(tile)
+            gradient, *of_weights = torch.autograd.grad(out, [tile, *ctx.weights], d_out_tile)
+            d_tile.copy_(gradient)
             for total, part in zip(sums, of_weights, strict=True):
                 total += part
             del out, gradient, of_weights  # free before the next tile allocates its own

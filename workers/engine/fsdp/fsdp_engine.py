@@ -42,7 +42,7 @@ from workers.engine.hf.hf_model import (
 )
 from workers.engine.hf.moe_aux_loss import ROUTED, LoadBalance
 from workers.engine.hf.packed_attention import PackedRows
-from workers.engine.micro_batch import Answers, flat_rows, longest_first, micro_batch, weighted
+from workers.engine.micro_batch import ForwardOutputs, flat_rows, longest_first, micro_batch, weighted
 from workers.engine.offload import Offloadable, Place
 from workers.engine.out_of_memory import convert_out_of_memory
 from workers.engine.shared_prompts import Prompts, SharedPrompts
@@ -60,8 +60,8 @@ CAN_RESET = "reset_iter_state" in vars(FSDPModule)  # torch >= 2.13
 class FSDPEngine(TrainEngine):
     """One model over all ranks of the default process group.
 
-    How parameters are sharded (sharding.device_mesh) and which ranks work on the same rows (ulysses.TokenSharding) are independent: a
-    gradient is a sum over all ranks.
+    How parameters are sharded (sharding.device_mesh) and which ranks work on the same rows (ulysses.TokenSharding) are
+    independent: a gradient is a sum over all ranks.
     """
 
     def __init__(self, spec: EngineSpec, fsdp: FSDPConfig) -> None:
@@ -75,8 +75,8 @@ class FSDPEngine(TrainEngine):
         )
         self._device_mesh = device_mesh(spec.device, fsdp.fsdp_size)
         # Whether gradients are reduced in the last micro-batch only, see _reduce_gradients.
-        self._waits = fsdp.use_no_sync_for_gradient_accumulation or self._device_mesh["shard"].size() == 1
-        self._token_cut = TokenSharding.over(sp, spec.device)
+        self._reduces_last_only = fsdp.use_no_sync_for_gradient_accumulation or self._device_mesh["shard"].size() == 1
+        self._token_sharding = TokenSharding.over(sp, spec.device)
         self._model, self._shell = self._build()
         # While parameters are gathered, the modules contain the gathered tensors. Keep references to the sharded ones.
         self._params = dict(self._model.hf.named_parameters())
@@ -119,9 +119,11 @@ class FSDPEngine(TrainEngine):
             from workers.engine.fsdp.lora import add_adapter
 
             trained = self.spec.optimizer is not None
-            beginning = empty_model(model, config, head, dtype)
-            self.adapter_config, drawn = add_adapter(sharded, beginning, weights, model, trained=trained, seed=self.spec.seed)
-            given |= drawn
+            initial_model = empty_model(model, config, head, dtype)
+            self.adapter_config, initial_weights = add_adapter(
+                sharded, initial_model, weights, model, trained=trained, seed=self.spec.seed
+            )
+            given |= initial_weights
         if model.enable_gradient_checkpointing:
             recompute_layers(sharded)
         if model.enable_activation_offload:
@@ -138,31 +140,31 @@ class FSDPEngine(TrainEngine):
 
     def forward(self, batch: Batch, plan: MicroBatches, outputs: set[str], *, adapter: bool = True) -> Batch | None:
         self._assert_here("params")
-        answers = Answers(batch, outputs, self.spec.head, self._model.hf.config.get_text_config().vocab_size)
-        alone = self._adapter.off() if self._adapter is not None and not adapter else nullcontext()
+        collected = ForwardOutputs(batch, outputs, self.spec.head, self._model.hf.config.get_text_config().vocab_size)
+        base_only = self._adapter.off() if self._adapter is not None and not adapter else nullcontext()
         prompts = self.prompts(batch)
-        with torch.no_grad(), alone:
+        with torch.no_grad(), base_only:
             for chosen in plan:
-                rows = micro_batch(answers.batch, chosen, self.device)
+                rows = micro_batch(collected.batch, chosen, self.device)
                 results = self._run(rows, outputs, shared=self._shared(batch, prompts, chosen))
                 if chosen and self.mesh.is_output_rank:
-                    answers.put(rows, results)
+                    collected.put(rows, results)
         self._free_gathered()
-        return answers.whole() if self.mesh.is_output_rank else None
+        return collected.batch_of_outputs() if self.mesh.is_output_rank else None
 
     def train_step(self, batch: Batch, plan: MicroBatches, loss: Loss) -> Metrics:
         assert self._optimizer is not None, "this engine was built without an optimizer"
         # With several ranks the others may wait in a collective that this rank has left: the step cannot be undone.
-        alone = self.mesh.world_size == 1 and (CAN_RESET or not isinstance(self._model, FSDPModule))
-        with convert_out_of_memory(self._drop_step if alone else None):
+        can_undo = self.mesh.world_size == 1 and (CAN_RESET or not isinstance(self._model, FSDPModule))
+        with convert_out_of_memory(self._drop_step if can_undo else None):
             metrics = self.accumulate(batch, plan, loss)
             grads = {name: local(param.grad) for name, param in self._params.items() if param.grad is not None}
             loss_here = metrics["loss"]
             assert isinstance(loss_here, Metric)
             # A loss may be infinite although its gradient is finite. 0 * loss is then NaN, and part of the norm by which all
             # ranks decide.
-            doubt = torch.tensor([0.0 * loss_here.value], device=self.device)
-            norm = float(global_norm([*grads.values(), doubt], self.device, copies(self._device_mesh)[1]))
+            loss_check = torch.tensor([0.0 * loss_here.value], device=self.device)
+            norm = float(global_norm([*grads.values(), loss_check], self.device, copies(self._device_mesh)[1]))
         metrics |= {"grad_norm": Metric.max(norm), "skipped_updates": Metric.max(not math.isfinite(norm))}
         if math.isfinite(norm):
             with self._optimizer_here():
@@ -179,7 +181,7 @@ class FSDPEngine(TrainEngine):
         """
         self._assert_here("params")
         # A rank that has only dummy micro-batches reports a loss of 0 too.
-        told: list[Metrics] = [{"loss": Metric.sum(0.0)}]
+        metrics_by_part: list[Metrics] = [{"loss": Metric.sum(0.0)}]
         coefficient, balance = self.spec.model.router_aux_loss_coef, None
         if self._model.top_k is not None:
             tokens = batch.total_tokens if self.mesh.is_output_rank else 0
@@ -192,17 +194,17 @@ class FSDPEngine(TrainEngine):
             outputs = self._run(rows, loss.needs, routing=None if balance is None else coefficient > 0, shared=shared)
             total, metrics = weighted(loss, outputs, rows)
             if chosen:
-                told.append({**metrics, "loss": Metric.sum(total.detach())})
+                metrics_by_part.append({**metrics, "loss": Metric.sum(total.detach())})
             if balance is not None:
                 added, metrics = balance.take(outputs["expert_load"], outputs["router_probs"], real=bool(chosen))
-                told.append(metrics)
+                metrics_by_part.append(metrics)
                 total = total + added
             total.backward()
-            if len(plan) > 1 and not self._waits:
+            if len(plan) > 1 and not self._reduces_last_only:
                 self._sum_in_float32(sums)
         for name in list(sums):
             self._params[name].grad = like(self._params[name], sums.pop(name).to(self._params[name].dtype))
-        return join_metrics([*told, balance.metrics()] if balance is not None else told)
+        return join_metrics([*metrics_by_part, balance.metrics()] if balance is not None else metrics_by_part)
 
     def _sum_in_float32(self, sums: dict[str, Tensor]) -> None:
         """Move the gradients of parameters narrower than float32 into ``sums``.
@@ -223,8 +225,8 @@ class FSDPEngine(TrainEngine):
             # moves them to the parameters, where they can be dropped.
             self._reduce_gradients(True)
             empty = torch.zeros(0, dtype=torch.int64)
-            nobody = Batch(lengths=empty, tokens={"input_ids": empty, "response_mask": empty}, meta={"temperature": 1.0})
-            outputs = self._run(micro_batch(nobody, (), self.device), {"log_probs"})
+            no_rows = Batch(lengths=empty, tokens={"input_ids": empty, "response_mask": empty}, meta={"temperature": 1.0})
+            outputs = self._run(micro_batch(no_rows, (), self.device), {"log_probs"})
             next(iter(outputs.values())).sum().backward()
         self.move(grads="cpu")
         if self.device.type == "cuda":
@@ -239,9 +241,9 @@ class FSDPEngine(TrainEngine):
         rank holds the whole model, where sharded gradients are no smaller.
         """
         if isinstance(self._model, FSDPModule):
-            self._model.set_requires_gradient_sync(last or not self._waits)
+            self._model.set_requires_gradient_sync(last or not self._reduces_last_only)
             self._model.set_requires_all_reduce(last)
-            self._model.set_is_last_backward(last or not self._waits)
+            self._model.set_is_last_backward(last or not self._reduces_last_only)
             # Parameters that may stay gathered from forward to backward may stay until the last backward.
             self._model.set_reshard_after_backward(last or self.fsdp.reshard_after_forward)
 
@@ -269,15 +271,16 @@ class FSDPEngine(TrainEngine):
         routing: None: no router statistics; else whether they need a gradient.
         """
         input_ids, positions, lengths = flat_rows(rows, self.fsdp.ulysses_sequence_parallel_size)
-        packed, total = PackedRows.of(lengths, self.device, cut=self._token_cut, shared=shared), rows.total_tokens
-        told = {} if routing is None else {"routed": total, "routed_gradient": routing}
+        packed, total = PackedRows.of(lengths, self.device, cut=self._token_sharding, shared=shared), rows.total_tokens
+        routing_kwargs = {} if routing is None else {"routed": total, "routed_gradient": routing}
         if self.spec.head != "lm":
-            results = self._model(input_ids, positions, packed, **told)
+            results = self._model(input_ids, positions, packed, **routing_kwargs)
             kept = {"values": total, "last_value": len(rows), "scores": len(rows)}
             return {name: out[: kept[name]] if name in kept else out for name, out in results.items()}
         predicted = (rows.tokens["response_mask"].bool() & (positions[:total] > 0)).nonzero()[:, 0]
-        asked = {"temperature": rows.meta["temperature"], "outputs": outputs, "entropy_mask": rows.tokens.get("entropy_mask")}
-        results = self._model(input_ids, positions, packed, predicted, **asked, **told)
+        temperature, entropy_mask = rows.meta["temperature"], rows.tokens.get("entropy_mask")
+        head_kwargs = {"temperature": temperature, "outputs": outputs, "entropy_mask": entropy_mask}
+        results = self._model(input_ids, positions, packed, predicted, **head_kwargs, **routing_kwargs)
         return {name: out if name in ROUTED else out[:total] for name, out in results.items()}
 
     def export_weights(self, *, dtype: torch.dtype | None = None, kind: Weights = "merged") -> Iterator[tuple[str, Tensor]]:
@@ -288,10 +291,10 @@ class FSDPEngine(TrainEngine):
             for name, weight in adapter.own.items():
                 yield name, full(weight, dtype)
             return
-        for name, weight in self._own_weights().items():
+        for name, weight in self._unique_weights().items():
             yield name, adapter.merged(name, dtype) if adapter is not None and kind == "merged" else full(weight, dtype)
 
-    def _own_weights(self) -> dict[str, Tensor]:
+    def _unique_weights(self) -> dict[str, Tensor]:
         """Each weight once, under the first of its names (tied weights have several)."""
         names: dict[int, str] = {}
         for name, weight in self._weights.items():
@@ -347,7 +350,7 @@ class FSDPEngine(TrainEngine):
         The step count is all of the schedule's state.
         """
         if self._adapter is None:
-            state: dict[str, Tensor] = {f"model.{name}": weight.detach() for name, weight in self._own_weights().items()}
+            state: dict[str, Tensor] = {f"model.{name}": weight.detach() for name, weight in self._unique_weights().items()}
         else:
             state = {f"{ADAPTER}{name}": weight.detach() for name, weight in self._adapter.own.items()}
         if self._optimizer is not None:

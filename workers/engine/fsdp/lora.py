@@ -32,12 +32,12 @@ PREFIX = "base_model.model."  # prefix of module names in peft's files
 NAME = "default"  # name of the adapter in the model
 TASKS: dict[Head, str] = {"lm": "CAUSAL_LM", "value": "TOKEN_CLS", "reward": "SEQ_CLS"}
 # Keys of adapter_config.json: the first set is used, the second is ignored: the weights show which modules are adapted.
-HEEDED = {"r", "lora_alpha", "target_modules", "use_rslora", "modules_to_save"}
-IDLE = {
+USED_KEYS = {"r", "lora_alpha", "target_modules", "use_rslora", "modules_to_save"}
+IGNORED_KEYS = {
     "auto_mapping", "base_model_name_or_path", "exclude_modules", "inference_mode", "init_lora_weights", "layers_pattern",
     "layers_to_transform", "lora_dropout", "peft_type", "peft_version", "revision", "task_type",
 }  # fmt: skip
-PLAIN_BEGINNINGS = (True, False, "gaussian")  # accepted init_lora_weights: PiSSA and others change the base model
+PLAIN_INITS = (True, False, "gaussian")  # accepted init_lora_weights: PiSSA and others change the base model
 
 
 def adapter_config(model: ModelConfig) -> LoraConfig | None:
@@ -46,7 +46,7 @@ def adapter_config(model: ModelConfig) -> LoraConfig | None:
     Raises FileNotFoundError if there is no adapter at that path, ValueError for one that is not plain LoRA or has another rank.
     """
     if model.lora_adapter_path is not None:
-        return _written(adapter_path(model), model.lora_rank)
+        return _read_config(adapter_path(model), model.lora_rank)
     if not model.lora_rank:
         return None
     alpha = int(model.lora_alpha) if model.lora_alpha == int(model.lora_alpha) else model.lora_alpha
@@ -63,21 +63,23 @@ def adapter_path(model: ModelConfig) -> Path:
     return path
 
 
-def _written(path: Path, rank: int) -> LoraConfig:
+def _read_config(path: Path, rank: int) -> LoraConfig:
     """Read and validate adapter_config.json. rank: expected rank, 0 for any. Raises ValueError."""
     written: dict[str, Any] = json.loads((path / ADAPTER_CONFIG).read_text())
     if written.get("peft_type") != "LORA":
         raise ValueError(f"model.lora_adapter_path {path}: peft_type is {written.get('peft_type')}, not LORA")
-    usual = LoraConfig().to_dict()
-    more = sorted(key for key, value in written.items() if key not in HEEDED | IDLE and value and value != usual.get(key))
+    default = LoraConfig().to_dict()
+    more = sorted(
+        key for key, value in written.items() if key not in USED_KEYS | IGNORED_KEYS and value and value != default.get(key)
+    )
     if more:
         raise ValueError(f"model.lora_adapter_path {path}: {', '.join(more)} in {ADAPTER_CONFIG}: that is more than LoRA")
-    if written.get("init_lora_weights", True) not in PLAIN_BEGINNINGS:
+    if written.get("init_lora_weights", True) not in PLAIN_INITS:
         raise ValueError(
             f"model.lora_adapter_path {path}: init_lora_weights={written['init_lora_weights']} in {ADAPTER_CONFIG}: the adapter "
             "may belong to a base that was changed with it; have peft convert it to plain LoRA"
         )
-    config = LoraConfig(**{key: written[key] for key in HEEDED & written.keys()})
+    config = LoraConfig(**{key: written[key] for key in USED_KEYS & written.keys()})
     if rank not in (0, config.r):
         raise ValueError(f"model.lora_rank={rank}: the adapter in model.lora_adapter_path {path} has r={config.r}; leave it out")
     return config
@@ -92,32 +94,32 @@ def check_fit(model: ModelConfig, head: Head) -> None:
 
 
 def add_adapter(
-    sharded: PackedModel, beginning: PackedModel, weights: StoredWeights, model: ModelConfig, *, trained: bool, seed: int
+    sharded: PackedModel, initial: PackedModel, weights: StoredWeights, model: ModelConfig, *, trained: bool, seed: int
 ) -> tuple[LoraConfig, dict[str, Tensor]]:
     """Add the adapter to the meta-device model ``sharded``; returns its config and its initial weights.
 
-    The weights are full tensors by the model's names, equal on every rank. beginning: a second meta-device model in which they
+    The weights are full tensors by the model's names, equal on every rank. initial: a second meta-device model in which they
     are created on the CPU. Its base weights have shapes but no values: no initial weight depends on them. See ``inject``.
     """
     config = inject(sharded, model, trained=trained, seed=seed)
-    head = set(beginning.value_head.parameters()) if beginning.head != "lm" else set()
-    for module in beginning.modules():
+    head = set(initial.value_head.parameters()) if initial.head != "lm" else set()
+    for module in initial.modules():
         for leaf, param in module._parameters.items():
             if param is not None:
-                value = torch.empty if param in head else _without_numbers
+                value = torch.empty if param in head else _empty
                 module._parameters[leaf] = nn.Parameter(value(param.shape, dtype=param.dtype))
     # A value head is not made by peft: its initial weights come from the model's files, zero if these have none.
-    if beginning.head != "lm":
-        name = _head_name(beginning)
-        weights.fill({f"{name}.{leaf}": (param.detach(), 0) for leaf, param in beginning.value_head.named_parameters()})
-    inject(beginning, model, trained=trained, seed=seed)
+    if initial.head != "lm":
+        name = _head_name(initial)
+        weights.fill({f"{name}.{leaf}": (param.detach(), 0) for leaf, param in initial.value_head.named_parameters()})
+    inject(initial, model, trained=trained, seed=seed)
     if model.lora_adapter_path is not None:
-        Adapter(beginning).read(adapter_path(model))
-    own = {id(param) for param in _own(beginning)}
-    return config, {name: param.detach() for name, param in beginning.hf.named_parameters() if id(param) in own}
+        Adapter(initial).read(adapter_path(model))
+    own = {id(param) for param in _trained_parameters(initial)}
+    return config, {name: param.detach() for name, param in initial.hf.named_parameters() if id(param) in own}
 
 
-def _without_numbers(shape: torch.Size, dtype: torch.dtype) -> Tensor:
+def _empty(shape: torch.Size, dtype: torch.dtype) -> Tensor:
     """A CPU tensor of this shape with the memory of one number. peft creates its weights on the device of the base layer."""
     return torch.zeros((), dtype=dtype).expand(shape)
 
@@ -132,19 +134,19 @@ def inject(packed: PackedModel, model: ModelConfig, *, trained: bool, seed: int)
     assert config is not None, "the model has no adapter"
     on_disk = model.lora_adapter_path is not None
     targets = _modules_on_disk(packed, adapter_path(model)) if on_disk else _matched(packed, model)
-    config.target_modules = _in_short(packed.hf, targets)
+    config.target_modules = _abbreviated(packed.hf, targets)
     config.base_model_name_or_path = model.path
     config.task_type = TASKS[packed.head]
     config.modules_to_save = [_head_name(packed)] if packed.head != "lm" else None
-    _put_in(packed, config, targets, seed)
+    _inject_layers(packed, config, targets, seed)
     packed.hf.requires_grad_(False)
-    for param in _own(packed):
+    for param in _trained_parameters(packed):
         param.requires_grad_(trained)
         param.data = param.data.to(torch.promote_types(param.dtype, torch.float32))
     return config
 
 
-def _put_in(packed: PackedModel, config: LoraConfig, targets: list[str], seed: int) -> None:
+def _inject_layers(packed: PackedModel, config: LoraConfig, targets: list[str], seed: int) -> None:
     """Inject peft's layers into exactly these modules, in float32 at least (peft uses the base's dtype).
 
     The random state is forked: A depends on ``seed`` only, and the caller's random state does not change.
@@ -155,14 +157,14 @@ def _put_in(packed: PackedModel, config: LoraConfig, targets: list[str], seed: i
     with torch.random.fork_rng(devices=[]), torch.device("meta" if on_meta else "cpu"):
         torch.default_generator.manual_seed(seed)
         inject_adapter_in_model(exact, packed.hf, adapter_name=NAME)
-    for param in _thin(packed):
+    for param in _lora_parameters(packed):
         param.data = param.data.to(torch.promote_types(param.dtype, torch.float32))
 
 
 @torch.no_grad()
 def merge_from(path: Path, packed: PackedModel) -> dict[str, Tensor]:
     """Merge the adapter in peft's directory ``path`` into the model in place; returns {Hugging Face name: weight}."""
-    _put_in(packed, _written(path, 0), _modules_on_disk(packed, path), seed=0)
+    _inject_layers(packed, _read_config(path, 0), _modules_on_disk(packed, path), seed=0)
     adapter = Adapter(packed)
     adapter.read(path)
     for name, weight in adapter.base.items():
@@ -175,12 +177,12 @@ def _head_name(packed: PackedModel) -> str:
     return next(name for name, module in packed.hf.named_children() if module is packed.value_head)
 
 
-def _own(packed: PackedModel) -> list[nn.Parameter]:
+def _trained_parameters(packed: PackedModel) -> list[nn.Parameter]:
     """Trained parameters: those of LoRA, and of a value or reward head."""
-    return _thin(packed) + (list(packed.value_head.parameters()) if packed.head != "lm" else [])
+    return _lora_parameters(packed) + (list(packed.value_head.parameters()) if packed.head != "lm" else [])
 
 
-def _thin(packed: PackedModel) -> list[nn.Parameter]:
+def _lora_parameters(packed: PackedModel) -> list[nn.Parameter]:
     """Parameters A and B of all adapted layers."""
     return [param for name, param in packed.hf.named_parameters() if ".lora_" in name]
 
@@ -221,18 +223,18 @@ def _modules_on_disk(packed: PackedModel, path: Path) -> list[str]:
         names = sorted(file.keys())
     ending, layers = ".lora_A.weight", set(_linear(packed))
     found = [name.removeprefix(PREFIX).removesuffix(ending) for name in names if name.endswith(ending)]
-    if strange := [name for name in found if name not in layers]:
-        raise ValueError(f"model.lora_adapter_path {path}: {strange[0]} is no linear layer in the body of this model")
+    if unknown := [name for name in found if name not in layers]:
+        raise ValueError(f"model.lora_adapter_path {path}: {unknown[0]} is no linear layer in the body of this model")
     if not found:
         raise ValueError(f"model.lora_adapter_path {path}: no weight of LoRA in {ADAPTER_WEIGHTS}")
     return found
 
 
-def _in_short(hf: PreTrainedModel, targets: Sequence[str]) -> list[str]:
+def _abbreviated(hf: PreTrainedModel, targets: Sequence[str]) -> list[str]:
     """Abbreviate module names to their last components, the form that engines and users know, if that is unambiguous."""
     ends = sorted({name.rpartition(".")[2] for name in targets})
-    meant = {name for name, _ in hf.named_modules() if name.rpartition(".")[2] in ends}
-    return ends if meant == set(targets) else sorted(targets)
+    matching = {name for name, _ in hf.named_modules() if name.rpartition(".")[2] in ends}
+    return ends if matching == set(targets) else sorted(targets)
 
 
 class Adapter:

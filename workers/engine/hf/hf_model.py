@@ -104,13 +104,13 @@ class PackedModel(nn.Module):
         before each token, 0 for the first of a row, and last_value (B,), of the state after each row; or scores (B,), of that
         state. With ``routed`` also ROUTED, see moe_aux_loss.measure.
         """
-        told = {"output_router_logits": True} if routed is not None else {}
+        routing_kwargs = {"output_router_logits": True} if routed is not None else {}
         body = self.hf.base_model(
             input_ids=rows.own(input_ids)[None],
             position_ids=rows.own(positions)[None],
             use_cache=False,
             packed_rows=rows,
-            **told,
+            **routing_kwargs,
         )
         hidden, routing = body.last_hidden_state[0], {}
         if routed is not None:
@@ -167,8 +167,8 @@ def model_config(model: ModelConfig, head: Head) -> PretrainedConfig:
             path, trust_remote_code=model.trust_remote_code, return_unused_kwargs=True, **model.override_config
         )
     except OSError as error:  # the message of transformers has many lines: quote the first
-        told = f"{str(error).splitlines()[0].rstrip('.')}; give a directory, or a hub name that is in reach or in its cache"
-        raise ValueError(f"model.path={model.path}: {no_directory(path)}, and as a hub name: {told}") from error
+        problem = f"{str(error).splitlines()[0].rstrip('.')}; give a directory, or a hub name that is in reach or in its cache"
+        raise ValueError(f"model.path={model.path}: {no_directory(path)}, and as a hub name: {problem}") from error
     except ValueError as error:
         check_own_code(model.path, error)
         raise ValueError(f"model.path={model.path}: {str(error).splitlines()[0]}; take another model or transformers") from error
@@ -207,7 +207,7 @@ def check_own_code(path: str, error: ValueError) -> None:
     """Raise ValueError, with the key to set, if ``error`` means that the model at ``path`` contains its own code."""
     if "trust_remote_code=True" in str(error):
         raise ValueError(
-            f"{path} comes with code of its own, which is not run unless model.trust_remote_code=true is set beside its "
+            f"{path} comes with code of its own, which is not run unless model.trust_remote_code=true is set next to its "
             "model.path; read the code first"
         ) from error
 
@@ -330,7 +330,7 @@ def small_twin(model: ModelConfig, config: PretrainedConfig, head: Head) -> Pack
     for module in packed.modules():
         for leaf, param in module._parameters.items():
             if param is not None:
-                module._parameters[leaf] = nn.Parameter(_drawn(param.shape, numbers), requires_grad=False)
+                module._parameters[leaf] = nn.Parameter(_random_tensor(param.shape, numbers), requires_grad=False)
         for leaf, buffer in module._buffers.items():
             if buffer is not None and leaf not in module._non_persistent_buffers_set:
                 module._buffers[leaf] = torch.zeros_like(buffer, device="cpu")
@@ -339,14 +339,14 @@ def small_twin(model: ModelConfig, config: PretrainedConfig, head: Head) -> Pack
     return packed
 
 
-def _drawn(shape: torch.Size, numbers: Tensor) -> Tensor:
+def _random_tensor(shape: torch.Size, numbers: Tensor) -> Tensor:
     """Random tensor: vectors in [0.5, 1.5], matrices of standard deviation 2 / sqrt(columns), repeated in further dimensions."""
     if len(shape) > 2:
-        return _drawn(shape[1:], numbers).expand(shape)
+        return _random_tensor(shape[1:], numbers).expand(shape)
     count = shape.numel()
-    drawn = numbers.repeat(-(-count // len(numbers)))[:count].view(shape)
+    values = numbers.repeat(-(-count // len(numbers)))[:count].view(shape)
     # A uniform number in [-0.5, 0.5] has the standard deviation 1 / sqrt(12).
-    return drawn + 0.5 if len(shape) < 2 else (drawn - 0.5) * (2 * 12**0.5 / shape[-1] ** 0.5)
+    return values + 0.5 if len(shape) < 2 else (values - 0.5) * (2 * 12**0.5 / shape[-1] ** 0.5)
 
 
 @torch.no_grad()
@@ -363,17 +363,17 @@ def check_packing(model: PackedModel, path: str) -> None:
     packed = model(torch.cat(rows), positions, PackedRows.of(lengths, positions.device), positions.nonzero()[:, 0])
     # The packed forward is done; the reference runs transformers' own attention on the same weights.
     hf.set_attn_implementation("eager")
-    (name, answers), *_ = packed.items()
-    for row, ours in zip(rows, answers.split(1 if name == "scores" else lengths), strict=True):
+    (name, results), *_ = packed.items()
+    for row, result in zip(rows, results.split(1 if name == "scores" else lengths), strict=True):
         logits = hf(input_ids=row[None], use_cache=False).logits
         match name:
             case "scores":
-                difference = float((ours - logits.flatten()[-1]).abs())
+                difference = float((result - logits.flatten()[-1]).abs())
             case "values":
-                difference = float((ours[1:] - logits[0, :-1, 0]).abs().max())
+                difference = float((result[1:] - logits[0, :-1, 0]).abs().max())
             case _:
-                theirs = logits[0, :-1].log_softmax(-1).gather(1, row[1:, None])[:, 0]
-                difference = float((ours[1:] - theirs).abs().max())
+                expected = logits[0, :-1].log_softmax(-1).gather(1, row[1:, None])[:, 0]
+                difference = float((result[1:] - expected).abs().max())
         if not difference < 1e-3:
             raise ValueError(
                 f"model.path={path}: {hf.config.model_type} is not supported: its head or attention does something more, "

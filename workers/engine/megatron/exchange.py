@@ -41,15 +41,15 @@ class Exchange:
         dist.all_gather_object(held, {name: (param.shape, param.dtype) for name, param in self.params.items()}, group=self.pp)
         # Reversed: of several stages that hold a parameter the first is its owner.
         self.owners = {name: (stage, *place) for stage, names in reversed([*enumerate(held)]) for name, place in names.items()}
-        self.lines = [line for line in table(shell.hf.config, shell.head) if line.ours in self.owners]
-        unknown = self.owners.keys() - {line.ours for line in self.lines}
+        self.lines = [line for line in table(shell.hf.config, shell.head) if line.param in self.owners]
+        unknown = self.owners.keys() - {line.param for line in self.lines}
         assert not unknown, f"the table of weights lacks {sorted(unknown)}"
 
     @property
     def unique_lines(self) -> list[WeightMapping]:
         """Lines of the table that make up each Hugging Face tensor once; of tied weights the first."""
-        first = {line.theirs: line for line in reversed(self.lines)}
-        return [line for line in self.lines if first[line.theirs] is line]
+        first = {line.hf_names: line for line in reversed(self.lines)}
+        return [line for line in self.lines if first[line.hf_names] is line]
 
     def fill(self, files: Files, put: Callable[[Tensor, Tensor], None], prefix: str = "") -> None:
         """Read this rank's part of each parameter and call ``put(parameter, part)``.
@@ -59,29 +59,29 @@ class Exchange:
         """
 
         def read(line: WeightMapping) -> Tensor:
-            theirs = [files.read(prefix + name) for name in line.theirs]
-            for name, tensor in zip(line.theirs, theirs, strict=True):
+            tensors = [files.read(prefix + name) for name in line.hf_names]
+            for name, tensor in zip(line.hf_names, tensors, strict=True):
                 if tensor.shape != self.shapes[name]:
                     sizes = f"{tuple(tensor.shape)} there and {tuple(self.shapes[name])} in this model"
                     raise ValueError(f"{files.place}: {prefix}{name} is {sizes}")
-            return line.layout.cut(theirs, self.tp.rank(), self.tp.size())
+            return line.layout.shard(tensors, self.tp.rank(), self.tp.size())
 
-        lines = [line for line in self.lines if line.ours in self.params]
+        lines = [line for line in self.lines if line.param in self.params]
         if not prefix:
-            lines = [line for line in lines if line.theirs[0] not in VALUE_HEAD or line.theirs[0] in files]
+            lines = [line for line in lines if line.hf_names[0] not in VALUE_HEAD or line.hf_names[0] in files]
         for line, part in zip(lines, read_ahead(read, lines, AHEAD), strict=True):
-            put(self.params[line.ours], part)
+            put(self.params[line.param], part)
 
     def check_known_weights(self, files: Files) -> None:
         """Raise ValueError for weights in the files that the table does not contain.
 
         The model then has a part that Megatron would leave out without an error.
         """
-        known = {name for line in self.lines for name in line.theirs} | {"lm_head.weight", *VALUE_HEAD}
-        strangers = sorted(name for name in files if name not in known and not name.endswith(NOT_WEIGHTS))
-        if strangers:
+        known = {name for line in self.lines for name in line.hf_names} | {"lm_head.weight", *VALUE_HEAD}
+        foreign = sorted(name for name in files if name not in known and not name.endswith(NOT_WEIGHTS))
+        if foreign:
             raise ValueError(
-                f"{files.place}: strategy=megatron does not know {len(strangers)} of its weights, such as {strangers[0]}; "
+                f"{files.place}: strategy=megatron does not know {len(foreign)} of its weights, such as {foreign[0]}; "
                 "strategy=fsdp takes it"
             )
 
@@ -92,20 +92,20 @@ class Exchange:
         same lines in the same order.
         """
         for line in self.unique_lines:
-            stage, shape, kept = self.owners[line.ours]
+            stage, shape, kept = self.owners[line.param]
             # Cast before communication if that makes the message smaller.
-            crossing = dtype if dtype is not None and dtype.itemsize < kept.itemsize else kept
+            sent_dtype = dtype if dtype is not None and dtype.itemsize < kept.itemsize else kept
             if self.pp.rank() == stage:
-                part = self.params[line.ours].detach().to(crossing).contiguous()
+                part = self.params[line.param].detach().to(sent_dtype).contiguous()
             else:
-                part = torch.empty(shape, dtype=crossing, device=torch.cuda.current_device())
+                part = torch.empty(shape, dtype=sent_dtype, device=torch.cuda.current_device())
             if self.pp.size() > 1:
                 dist.broadcast(part, dist.get_global_rank(self.pp, stage), group=self.pp)
             parts = [part]
             if line.layout.dim is not None and self.tp.size() > 1:
                 parts = [torch.empty_like(part) for _ in range(self.tp.size())]
                 dist.all_gather(parts, part, group=self.tp)
-            yield from zip(line.theirs, line.join(parts), strict=True)
+            yield from zip(line.hf_names, line.join(parts), strict=True)
 
     def parts(self, whole: Callable[[Tensor], Tensor | None], prefix: str = "") -> Iterator[tuple[str, tuple[Tensor, list[int]]]]:
         """Yield (Hugging Face name, (this rank's part, its offset in the full tensor)). Each part belongs to one rank only.
@@ -114,13 +114,14 @@ class Exchange:
         ranks hold are written by the first.
         """
         for line in self.unique_lines:
-            if self.pp.rank() != self.owners[line.ours][0]:
+            if self.pp.rank() != self.owners[line.param][0]:
                 continue
-            ours = whole(self.params[line.ours])
-            if ours is None or (line.layout.dim is None and self.tp.rank() > 0):
+            part = whole(self.params[line.param])
+            if part is None or (line.layout.dim is None and self.tp.rank() > 0):
                 continue
-            for name, (part, start) in zip(line.theirs, line.layout.uncut(ours, self.tp.rank(), self.tp.size()), strict=True):
-                yield prefix + name, (part.contiguous(), [start if dim == line.layout.dim else 0 for dim in range(part.dim())])
+            shards = line.layout.unshard(part, self.tp.rank(), self.tp.size())
+            for name, (shard, start) in zip(line.hf_names, shards, strict=True):
+                yield prefix + name, (shard.contiguous(), [start if dim == line.layout.dim else 0 for dim in range(shard.dim())])
 
 
 def global_names(chunk: PackedGPT) -> Iterator[tuple[str, torch.nn.Parameter]]:

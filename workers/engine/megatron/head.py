@@ -72,7 +72,7 @@ def head(
     Rows of the weight that pad the vocabulary for tensor parallelism are excluded.
     """
     group = parallel_state.get_tensor_model_parallel_group()
-    ((weight, start),) = Vocabulary(vocabulary).uncut(chunk.head_weight(), group.rank(), group.size())
+    ((weight, start),) = Vocabulary(vocabulary).unshard(chunk.head_weight(), group.rank(), group.size())
     shard = VocabShard(group, start, len(weight)) if group.size() > 1 else None
     value, entropy = head_log_probs(
         hidden, weight, None, targets, temperature=temperature, want_entropy="entropy" in outputs, shard=shard

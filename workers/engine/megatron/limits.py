@@ -19,7 +19,7 @@ def check_model(hf: PretrainedConfig, config: MegatronConfig) -> None:
     """Raise ValueError listing everything in the model that Megatron, or this engine's table of weights, does not support."""
     if hf.model_type not in FAMILIES:
         raise ValueError(f"strategy=megatron knows {', '.join(FAMILIES)}, not {hf.model_type}; strategy=fsdp takes the model")
-    if problems := [*_foreign(hf.to_dict()), *_uncut(hf, config)]:
+    if problems := [*_unsupported(hf.to_dict()), *_undivided(hf, config)]:
         raise ValueError("; ".join(problems))
 
 
@@ -33,7 +33,7 @@ def overrides(config: MegatronConfig, *, recompute: bool) -> dict[str, Any]:
     return WHOLE_LAYERS | given if recompute and "recompute_granularity" not in given else given
 
 
-def _foreign(hf: dict[str, Any]) -> Iterator[str]:
+def _unsupported(hf: dict[str, Any]) -> Iterator[str]:
     """Yield features of the model's config.json (``hf``) that the engine's layers do not have."""
     takes = "; strategy=fsdp takes the model"
     if "sliding_attention" in (hf.get("layer_types") or ()):
@@ -45,7 +45,7 @@ def _foreign(hf: dict[str, Any]) -> Iterator[str]:
             yield f"strategy=megatron has biases where qwen2 has them alone, and the model has {name}=true{takes}"
 
 
-def _uncut(hf: PretrainedConfig, config: MegatronConfig) -> Iterator[str]:
+def _undivided(hf: PretrainedConfig, config: MegatronConfig) -> Iterator[str]:
     """Yield sizes of the model that the parallel sizes do not divide."""
     size = config.tensor_model_parallel_size
     whole = {
@@ -53,9 +53,9 @@ def _uncut(hf: PretrainedConfig, config: MegatronConfig) -> Iterator[str]:
         "num_key_value_heads": hf.num_key_value_heads,
         "intermediate_size": hf.intermediate_size,
     }
-    if uncut := [f"{name}={count}" for name, count in whole.items() if count % size]:
+    if undivided := [f"{name}={count}" for name, count in whole.items() if count % size]:
         fit = ", ".join(str(less) for less in range(1, size) if not any(count % less for count in whole.values()))
-        yield f"megatron.tensor_model_parallel_size={size} does not divide the model's {', '.join(uncut)}; {fit} would"
+        yield f"megatron.tensor_model_parallel_size={size} does not divide the model's {', '.join(undivided)}; {fit} would"
     yield from _layers(hf.num_hidden_layers, config)
 
 

@@ -41,7 +41,7 @@ from workers.engine.megatron.megatron_adamw import Kind, MegatronAdamW
 from workers.engine.megatron.packed_gpt import PackedGPT, build_chunks, transformer_config
 from workers.engine.megatron.packing import Pack, Rotary, pack
 from workers.engine.megatron.parallel import join
-from workers.engine.micro_batch import Answers, micro_batch, weighted
+from workers.engine.micro_batch import ForwardOutputs, micro_batch, weighted
 from workers.engine.offload import Offloadable, Place
 from workers.engine.out_of_memory import convert_out_of_memory
 from workers.metric import Metric, Metrics, join_metrics
@@ -80,28 +80,28 @@ class MegatronEngine(TrainEngine):
         with START("read"):
             self._exchange.fill(files, self._put_param)
         self._grads_place: Place = "device"
-        self._places = {"params": Offloadable(self._exchange.params.values()), "optimizer": Offloadable(self._own_state())}
+        self._places = {"params": Offloadable(self._exchange.params.values()), "optimizer": Offloadable(self._separate_state())}
 
     def _trained(self, optimizer: OptimizerSpec) -> tuple[list[Any], MegatronAdamW]:
         """Wrap the chunks in DistributedDataParallel and create the optimizer."""
         distributed = self.megatron.use_distributed_optimizer
         ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=distributed)
-        around = partial(DistributedDataParallel, self.config, ddp)
-        model = [around(chunk, disable_bucketing=i > 0) for i, chunk in enumerate(self._chunks)]
+        wrap = partial(DistributedDataParallel, self.config, ddp)
+        model = [wrap(chunk, disable_bucketing=i > 0) for i, chunk in enumerate(self._chunks)]
         return model, MegatronAdamW(model, optimizer, self.config, distributed=distributed)
 
     # Forward and train steps
 
     def forward(self, batch: Batch, plan: MicroBatches, outputs: set[str], *, adapter: bool = True) -> Batch | None:
-        answers = Answers(batch, outputs, self.spec.head, self._shell.config.vocab_size)
+        collected = ForwardOutputs(batch, outputs, self.spec.head, self._shell.config.vocab_size)
 
         def keep(pack: Pack, results: dict[str, Tensor]) -> None:
             if self.mesh.is_output_rank and not pack.is_dummy:
-                answers.put(pack.rows, results)
+                collected.put(pack.rows, results)
 
         with torch.no_grad():
-            self._run(answers.batch, plan, outputs, keep, backward=False)
-        return answers.whole() if self.mesh.is_output_rank else None
+            self._run(collected.batch, plan, outputs, keep, backward=False)
+        return collected.batch_of_outputs() if self.mesh.is_output_rank else None
 
     def train_step(self, batch: Batch, plan: MicroBatches, loss: Loss) -> Metrics:
         assert self._optimizer is not None, "this engine was built without an optimizer"
@@ -112,9 +112,9 @@ class MegatronEngine(TrainEngine):
             norm = self._optimizer.norm()
             # A loss may be infinite although its gradient is finite, and only the last stage knows it. 0 * it is NaN:
             # all-reduced, one number by which all ranks decide.
-            doubt = torch.tensor(0.0 * (norm + loss_here.value), dtype=torch.float64, device=self.device)
-            dist.all_reduce(doubt)
-            norm += float(doubt)
+            loss_check = torch.tensor(0.0 * (norm + loss_here.value), dtype=torch.float64, device=self.device)
+            dist.all_reduce(loss_check)
+            norm += float(loss_check)
         metrics |= {"grad_norm": Metric.max(norm), "skipped_updates": Metric.max(not math.isfinite(norm))}
         if math.isfinite(norm):
             self._assert_here("optimizer")
@@ -132,11 +132,11 @@ class MegatronEngine(TrainEngine):
 
         def reduce(pack: Pack, results: dict[str, Tensor]) -> tuple[Tensor, Tensor, Metrics]:
             total, metrics = weighted(loss, results, pack.rows)
-            told = {} if pack.is_dummy else {**metrics, "loss": Metric.sum(total.detach())}
-            return total, torch.zeros((), dtype=torch.int, device=self.device), told
+            reported = {} if pack.is_dummy else {**metrics, "loss": Metric.sum(total.detach())}
+            return total, torch.zeros((), dtype=torch.int, device=self.device), reported
 
-        told: list[Metrics] = self._run(batch, plan, loss.needs, reduce, backward=True)
-        return join_metrics([{"loss": Metric.sum(0.0)}, *filter(None, told)])
+        metrics_by_part: list[Metrics] = self._run(batch, plan, loss.needs, reduce, backward=True)
+        return join_metrics([{"loss": Metric.sum(0.0)}, *filter(None, metrics_by_part)])
 
     def _run(
         self,
@@ -152,8 +152,8 @@ class MegatronEngine(TrainEngine):
         Collective over a model: all its ranks run the same micro-batches in the same order.
         """
         self._assert_here("params")
-        several = len(self._model) > 1
-        if several:  # the interleaved schedule requires a multiple of the number of stages
+        interleaved = len(self._model) > 1
+        if interleaved:  # the interleaved schedule requires a multiple of the number of stages
             plan = (*plan, *[()] * (-len(plan) % self.megatron.pipeline_model_parallel_size))
         packs = [pack(micro_batch(batch, chosen, self.device), self.config, self._rotary, is_dummy=not chosen) for chosen in plan]
 
@@ -162,9 +162,9 @@ class MegatronEngine(TrainEngine):
             hidden = model(one.input_ids[None], one.positions[None], None, packed_seq_params=one.packed)
             return hidden, lambda hidden, **_: reduce(one, self._results(one, hidden, outputs))
 
-        made: list[Any] = get_forward_backward_func()(
+        results: list[Any] = get_forward_backward_func()(
             forward_step_func=step,
-            data_iterator=[iter(packs) for _ in self._model] if several else iter(packs),
+            data_iterator=[iter(packs) for _ in self._model] if interleaved else iter(packs),
             model=self._model,
             num_microbatches=len(packs),
             seq_length=max(len(one.input_ids) for one in packs),
@@ -172,7 +172,7 @@ class MegatronEngine(TrainEngine):
             forward_only=not backward,
             collect_non_loss_data=not backward,
         )
-        return made
+        return results
 
     def _results(self, pack: Pack, hidden: Tensor, outputs: Collection[str]) -> dict[str, Tensor]:
         if self.spec.head == "value":
@@ -230,7 +230,7 @@ class MegatronEngine(TrainEngine):
     def _assert_here(self, part: str) -> None:
         assert self._places[part].place == "device", f"{part} are on the host: move({part}='device') comes first"
 
-    def _own_state(self) -> list[Tensor]:
+    def _separate_state(self) -> list[Tensor]:
         """Optimizer state with storage of its own.
 
         In float32 the optimizer's copy of a parameter may be the parameter itself, which must not be offloaded twice.

@@ -21,24 +21,24 @@ class Layout(ABC):
     dim: ClassVar[int | None]
 
     @abstractmethod
-    def cut(self, theirs: Sequence[Tensor], rank: int, ranks: int) -> Tensor:
+    def shard(self, tensors: Sequence[Tensor], rank: int, ranks: int) -> Tensor:
         """Full Hugging Face tensors -> this rank's tensor, in Megatron's layout."""
 
     @abstractmethod
-    def uncut(self, ours: Tensor, rank: int, ranks: int) -> list[tuple[Tensor, int]]:
-        """Inverse of ``cut``: this rank's part of each Hugging Face tensor, and its offset along ``dim``."""
+    def unshard(self, part: Tensor, rank: int, ranks: int) -> list[tuple[Tensor, int]]:
+        """Inverse of ``shard``: this rank's part of each Hugging Face tensor, and its offset along ``dim``."""
 
 
-class Whole(Layout):
+class Replicated(Layout):
     """Replicated on every rank: norms, value heads."""
 
     dim = None
 
-    def cut(self, theirs: Sequence[Tensor], rank: int, ranks: int) -> Tensor:
-        return theirs[0]
+    def shard(self, tensors: Sequence[Tensor], rank: int, ranks: int) -> Tensor:
+        return tensors[0]
 
-    def uncut(self, ours: Tensor, rank: int, ranks: int) -> list[tuple[Tensor, int]]:
-        return [(ours, 0)]
+    def unshard(self, part: Tensor, rank: int, ranks: int) -> list[tuple[Tensor, int]]:
+        return [(part, 0)]
 
 
 class Columns(Layout):
@@ -46,11 +46,11 @@ class Columns(Layout):
 
     dim = 1
 
-    def cut(self, theirs: Sequence[Tensor], rank: int, ranks: int) -> Tensor:
-        return theirs[0].chunk(ranks, 1)[rank]
+    def shard(self, tensors: Sequence[Tensor], rank: int, ranks: int) -> Tensor:
+        return tensors[0].chunk(ranks, 1)[rank]
 
-    def uncut(self, ours: Tensor, rank: int, ranks: int) -> list[tuple[Tensor, int]]:
-        return [(ours, rank * ours.shape[1])]
+    def unshard(self, part: Tensor, rank: int, ranks: int) -> list[tuple[Tensor, int]]:
+        return [(part, rank * part.shape[1])]
 
 
 class RowsOfEach(Layout):
@@ -58,11 +58,11 @@ class RowsOfEach(Layout):
 
     dim = 0
 
-    def cut(self, theirs: Sequence[Tensor], rank: int, ranks: int) -> Tensor:
-        return torch.cat([tensor.chunk(ranks)[rank] for tensor in theirs])
+    def shard(self, tensors: Sequence[Tensor], rank: int, ranks: int) -> Tensor:
+        return torch.cat([tensor.chunk(ranks)[rank] for tensor in tensors])
 
-    def uncut(self, ours: Tensor, rank: int, ranks: int) -> list[tuple[Tensor, int]]:
-        return [(part, rank * len(part)) for part in ours.chunk(2)]
+    def unshard(self, part: Tensor, rank: int, ranks: int) -> list[tuple[Tensor, int]]:
+        return [(half, rank * len(half)) for half in part.chunk(2)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,14 +72,14 @@ class Vocabulary(Layout):
     size: int
     dim = 0
 
-    def cut(self, theirs: Sequence[Tensor], rank: int, ranks: int) -> Tensor:
+    def shard(self, tensors: Sequence[Tensor], rank: int, ranks: int) -> Tensor:
         rows = -(-self.size // ranks)
-        mine = theirs[0][rank * rows : (rank + 1) * rows]
+        mine = tensors[0][rank * rows : (rank + 1) * rows]
         return torch.cat([mine, mine.new_zeros(rows - len(mine), *mine.shape[1:])])
 
-    def uncut(self, ours: Tensor, rank: int, ranks: int) -> list[tuple[Tensor, int]]:
-        start = rank * len(ours)
-        return [(ours[: max(0, self.size - start)], start)]
+    def unshard(self, part: Tensor, rank: int, ranks: int) -> list[tuple[Tensor, int]]:
+        start = rank * len(part)
+        return [(part[: max(0, self.size - start)], start)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,32 +93,32 @@ class HeadGroups(Layout):
     head_dim: int
     dim = 0
 
-    def cut(self, theirs: Sequence[Tensor], rank: int, ranks: int) -> Tensor:
+    def shard(self, tensors: Sequence[Tensor], rank: int, ranks: int) -> Tensor:
         here = self.groups // ranks
-        q, k, v = (tensor.unflatten(0, (self.groups, -1))[rank * here : (rank + 1) * here] for tensor in theirs)
+        q, k, v = (tensor.unflatten(0, (self.groups, -1))[rank * here : (rank + 1) * here] for tensor in tensors)
         return torch.cat([q, k, v], 1).flatten(0, 1)
 
-    def uncut(self, ours: Tensor, rank: int, ranks: int) -> list[tuple[Tensor, int]]:
-        together = ours.unflatten(0, (self.groups // ranks, -1))
-        queries = together.shape[1] - 2 * self.head_dim
-        parts = [part.flatten(0, 1) for part in together.split([queries, self.head_dim, self.head_dim], 1)]
+    def unshard(self, part: Tensor, rank: int, ranks: int) -> list[tuple[Tensor, int]]:
+        grouped = part.unflatten(0, (self.groups // ranks, -1))
+        queries = grouped.shape[1] - 2 * self.head_dim
+        parts = [part.flatten(0, 1) for part in grouped.split([queries, self.head_dim, self.head_dim], 1)]
         return [(part, rank * len(part)) for part in parts]
 
 
 @dataclass(frozen=True, slots=True)
 class WeightMapping:
-    """A line of the table: Megatron's parameter ``ours`` consists of the Hugging Face tensors ``theirs``."""
+    """A line of the table: Megatron's parameter ``param`` consists of the Hugging Face tensors ``hf_names``."""
 
-    ours: str
-    theirs: tuple[str, ...]
+    param: str
+    hf_names: tuple[str, ...]
     layout: Layout
 
     def join(self, parts: Sequence[Tensor]) -> list[Tensor]:
         """Parts of all tensor-parallel ranks -> full Hugging Face tensors."""
         if self.layout.dim is None:
             return [parts[0]]
-        uncut = [self.layout.uncut(part, rank, len(parts)) for rank, part in enumerate(parts)]
-        return [torch.cat([part for part, _ in pieces], self.layout.dim) for pieces in zip(*uncut, strict=True)]
+        by_rank = [self.layout.unshard(part, rank, len(parts)) for rank, part in enumerate(parts)]
+        return [torch.cat([part for part, _ in pieces], self.layout.dim) for pieces in zip(*by_rank, strict=True)]
 
 
 def table(config: PretrainedConfig, head: str) -> list[WeightMapping]:
@@ -130,11 +130,11 @@ def table(config: PretrainedConfig, head: str) -> list[WeightMapping]:
     lines = [WeightMapping("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), rows)]
     for n in range(config.num_hidden_layers):
         for line in layer_table(config):
-            theirs = tuple(f"model.layers.{n}.{name}" for name in line.theirs)
-            lines.append(WeightMapping(f"decoder.layers.{n}.{line.ours}", theirs, line.layout))
-    lines.append(WeightMapping("decoder.final_layernorm.weight", ("model.norm.weight",), Whole()))
+            hf_names = tuple(f"model.layers.{n}.{name}" for name in line.hf_names)
+            lines.append(WeightMapping(f"decoder.layers.{n}.{line.param}", hf_names, line.layout))
+    lines.append(WeightMapping("decoder.final_layernorm.weight", ("model.norm.weight",), Replicated()))
     if head != "lm":
-        lines += [WeightMapping(f"output_layer.{leaf}", (f"score.{leaf}",), Whole()) for leaf in ("weight", "bias")]
+        lines += [WeightMapping(f"output_layer.{leaf}", (f"score.{leaf}",), Replicated()) for leaf in ("weight", "bias")]
     else:
         tied = "model.embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight"
         lines.append(WeightMapping("output_layer.weight", (tied,), rows))
@@ -146,17 +146,18 @@ def layer_table(config: PretrainedConfig) -> list[WeightMapping]:
     heads = HeadGroups(config.num_key_value_heads, head_dim(config))
     qkv = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
     lines = [
-        WeightMapping("input_layernorm.weight", ("input_layernorm.weight",), Whole()),
+        WeightMapping("input_layernorm.weight", ("input_layernorm.weight",), Replicated()),
         WeightMapping("self_attention.linear_qkv.weight", tuple(f"{name}.weight" for name in qkv), heads),
         WeightMapping("self_attention.linear_proj.weight", ("self_attn.o_proj.weight",), Columns()),
-        WeightMapping("pre_mlp_layernorm.weight", ("post_attention_layernorm.weight",), Whole()),
+        WeightMapping("pre_mlp_layernorm.weight", ("post_attention_layernorm.weight",), Replicated()),
         WeightMapping("mlp.linear_fc1.weight", ("mlp.gate_proj.weight", "mlp.up_proj.weight"), RowsOfEach()),
         WeightMapping("mlp.linear_fc2.weight", ("mlp.down_proj.weight",), Columns()),
     ]
     if config.model_type == "qwen2":
         lines.append(WeightMapping("self_attention.linear_qkv.bias", tuple(f"{name}.bias" for name in qkv), heads))
     if config.model_type == "qwen3":
-        lines += [WeightMapping(f"self_attention.{x}_layernorm.weight", (f"self_attn.{x}_norm.weight",), Whole()) for x in "qk"]
+        for x in "qk":
+            lines.append(WeightMapping(f"self_attention.{x}_layernorm.weight", (f"self_attn.{x}_norm.weight",), Replicated()))
     return lines
 
 

@@ -31,17 +31,18 @@ class Client(Calls):
 
     def __init__(self, arguments: Mapping[str, Any], environment: Mapping[str, str]) -> None:
         """Start the engine and wait until it is ready. arguments: of SGLang's ServerArgs. Raises EngineDied."""
-        ours, theirs = socket.socketpair()
+        worker_socket, engine_socket = socket.socketpair()
         with Listener(family="AF_UNIX", backlog=arguments["tp_size"]) as listener:  # in a private temporary directory
-            with theirs:  # closes this process's copy after the start: only then does the engine's exit show as end of file
+            # Closes this process's copy after the start: only then does the engine's exit show as end of file.
+            with engine_socket:
                 process = subprocess.Popen(
-                    [sys.executable, "-m", "workers.rollout.sglang.sglang_server", str(os.getpid()), str(theirs.fileno())],
+                    [sys.executable, "-m", "workers.rollout.sglang.sglang_server", str(os.getpid()), str(engine_socket.fileno())],
                     env={**os.environ, **environment, "PYTHONPATH": os.pathsep.join(import_path()), RANKS: str(listener.address)},
                     stdin=subprocess.DEVNULL,
-                    pass_fds=[theirs.fileno()],
+                    pass_fds=[engine_socket.fileno()],
                     start_new_session=True,  # Ctrl-C in a terminal reaches the controller only
                 )
-            super().__init__(process, Connection(ours.detach()))
+            super().__init__(process, Connection(worker_socket.detach()))
             # multiprocessing authenticates processes that open shared tensors by this key: it must be the same on both sides.
             self._send(bytes(multiprocessing.current_process().authkey), dict(arguments))
             try:

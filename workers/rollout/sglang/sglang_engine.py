@@ -50,13 +50,13 @@ ENVIRONMENT = {
 
 
 @dataclass(slots=True)
-class Asked:
-    """An unfinished request and its response so far. begun: it is submitted to SGLang."""
+class PendingRequest:
+    """An unfinished request and its response so far. submitted: it is submitted to SGLang."""
 
     request: Request
     token_ids: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
-    begun: bool = False
+    submitted: bool = False
 
     @property
     def name(self) -> str:
@@ -119,7 +119,7 @@ class SGLangRollout(Rollout):
             with hold_port() as held:  # reserved until the engine listens on it
                 self.engine = Client({"nccl_port": held.getsockname()[1], **arguments}, environment)
             self._cache_bytes = float(self.engine.facts["max_total_num_tokens"] * token_bytes(spec, model))
-        self._asked: dict[int, Asked] = {}
+        self._pending: dict[int, PendingRequest] = {}
         self._ended: list[Completion] = []
         self._counters = self._zeros()
 
@@ -127,16 +127,16 @@ class SGLangRollout(Rollout):
 
     def submit(self, requests: Sequence[Request]) -> None:
         """Queue requests. Also raises ValueError for an id that is unfinished. On any error none of the requests is queued."""
-        unfinished = {*self._asked, *(completion.id for completion in self._ended)}
+        unfinished = {*self._pending, *(completion.id for completion in self._ended)}
         check_requests(requests, unfinished, max_length=self.max_length, vocab_size=self.vocab_size)
         if self.engine is not None:
             for request in requests:
-                self._asked[request.id] = Asked(request)
+                self._pending[request.id] = PendingRequest(request)
                 self._counters["prompt_tokens"] += len(request.prompt_ids)
 
     @property
     def unfinished(self) -> int:
-        return len(self._asked) + len(self._ended)
+        return len(self._pending) + len(self._ended)
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
         """Generate all completions, in the order of the requests; returns [] on ranks without an engine."""
@@ -152,35 +152,35 @@ class SGLangRollout(Rollout):
         Raises FloatingPointError, naming a request, where the model's logits are not finite.
         """
         self._check_awake()
-        waiting = [asked for asked in self._asked.values() if not asked.begun]
+        waiting = [pending for pending in self._pending.values() if not pending.submitted]
         # _ended is filled by _recall, when a request finished just before its abort: return these without waiting for others.
-        if self.engine is not None and not self._ended and self._asked:
-            for asked in waiting:
-                asked.begun = True
-            begun = [(asked.name, prompt_of(asked), sampling_arguments(asked, self.max_length)) for asked in waiting]
-            self._take(self.engine.call("step", begun))
+        if self.engine is not None and not self._ended and self._pending:
+            for pending in waiting:
+                pending.submitted = True
+            submitted = [(pending.name, prompt_of(pending), sampling_arguments(pending, self.max_length)) for pending in waiting]
+            self._take(self.engine.call("step", submitted))
             self._counters["decode_steps"] += 1
         ended, self._ended = self._ended, []
         return ended
 
-    def _take(self, answers: list[tuple[str, list[int], list[float], str]]) -> None:
+    def _take(self, responses: list[tuple[str, list[int], list[float], str]]) -> None:
         """Append responses, or parts of aborted ones, to their requests; completes those that have finished."""
-        for name, token_ids, log_probs, reason in answers:
-            asked = self._asked[int(name.removesuffix("/"))]
+        for name, token_ids, log_probs, reason in responses:
+            pending = self._pending[int(name.removesuffix("/"))]
             if not all(map(math.isfinite, log_probs)):
                 raise FloatingPointError(
-                    f"request {asked.request.id}: the model's logits are not finite (weights of version {self._version})"
+                    f"request {pending.request.id}: the model's logits are not finite (weights of version {self._version})"
                 )
-            asked.token_ids += token_ids
-            asked.log_probs += log_probs
-            asked.begun = False
-            if (why := asked.ended(reason, self.max_length)) != "abort":
-                self._ended.append(self._completion(asked, why))
+            pending.token_ids += token_ids
+            pending.log_probs += log_probs
+            pending.submitted = False
+            if (finish_reason := pending.ended(reason, self.max_length)) != "abort":
+                self._ended.append(self._completion(pending, finish_reason))
 
-    def _completion(self, asked: Asked, why: Literal["stop", "length", "abort"]) -> Completion:
-        del self._asked[asked.request.id]
-        self._counters["response_tokens"] += len(asked.token_ids)
-        return Completion(asked.request.id, tuple(asked.token_ids), tuple(asked.log_probs), why, self._version)
+    def _completion(self, pending: PendingRequest, finish_reason: Literal["stop", "length", "abort"]) -> Completion:
+        del self._pending[pending.request.id]
+        self._counters["response_tokens"] += len(pending.token_ids)
+        return Completion(pending.request.id, tuple(pending.token_ids), tuple(pending.log_probs), finish_reason, self._version)
 
     def abort(self, ids: Sequence[int] | None = None) -> list[Completion]:
         """End requests and return their completions: first those that had finished, with their finish reason, then partial ones.
@@ -188,18 +188,22 @@ class SGLangRollout(Rollout):
         Ids that are not unfinished are ignored. Partial responses are in order of submission.
         """
         self._recall(ids)
-        had_ended = {completion.id: completion for completion in self._ended if ids is None or completion.id in ids}
-        self._ended = [completion for completion in self._ended if completion.id not in had_ended]
+        finished = {completion.id: completion for completion in self._ended if ids is None or completion.id in ids}
+        self._ended = [completion for completion in self._ended if completion.id not in finished]
         parts = [
-            self._completion(asked, "abort") for asked in list(self._asked.values()) if ids is None or asked.request.id in ids
+            self._completion(pending, "abort")
+            for pending in list(self._pending.values())
+            if ids is None or pending.request.id in ids
         ]
-        return [*had_ended.values(), *parts]
+        return [*finished.values(), *parts]
 
     def _recall(self, ids: Sequence[int] | None = None) -> None:
         """Abort these requests (None: all) in SGLang, but keep them with their tokens; the next step resumes them."""
-        begun = [asked.name for asked in self._asked.values() if asked.begun and (ids is None or asked.request.id in ids)]
-        if self.engine is not None and begun:
-            self._take(self.engine.call("abort", begun))
+        submitted = [
+            pending.name for pending in self._pending.values() if pending.submitted and (ids is None or pending.request.id in ids)
+        ]
+        if self.engine is not None and submitted:
+            self._take(self.engine.call("abort", submitted))
 
     # Weights and memory
 
@@ -254,13 +258,13 @@ class SGLangRollout(Rollout):
         named = list(self.adapter.expected.fitting(weights, came))
         self.adapter.expected.check(came)
         if not self._base_there:
-            raise EngineAsleep("load_adapter: the engine has no weights that it could be beside; call load_weights")
+            raise EngineAsleep("load_adapter: the engine has no base weights for an adapter; call load_weights")
         if self.engine is not None:
             # A new bucket each time, as SGLang keeps the memory of the current one.
             memory = SharedBucket(len(self._shared), torch.device("cpu"), self.dtype)
             views = memory.views(self.adapter.complete(named))
             filled = [(name, tuple(view.shape), view.storage_offset()) for name, view in views]
-            name = self.engine.call("load_adapter", self.adapter.in_words(config), memory.handle()[1], filled)
+            name = self.engine.call("load_adapter", self.adapter.sglang_config(config), memory.handle()[1], filled)
             self.engine.begin_on_ranks("take_adapter", name, self.adapter.places)
             self.engine.wait_for_ranks()
             self.engine.call("flush")
@@ -408,17 +412,17 @@ def token_bytes(spec: RolloutSpec, model: PreTrainedModel) -> int:
     return shape.layers * heads * (shape.key_dim + shape.value_dim) * DTYPES[spec.rollout.dtype].itemsize
 
 
-def sampling_arguments(asked: Asked, max_length: int) -> dict[str, Any]:
+def sampling_arguments(pending: PendingRequest, max_length: int) -> dict[str, Any]:
     """SamplingParams of SGLang for the rest of a response. max_length: of prompt and response together, in tokens."""
-    sampling = asked.request.sampling
+    sampling = pending.request.sampling
     return {
         "temperature": sampling.temperature,
         "top_k": sampling.top_k or -1,  # 0 keeps all, which SGLang spells -1
         "top_p": sampling.top_p,
-        "max_new_tokens": new_tokens(asked.request, max_length) - len(asked.token_ids),
+        "max_new_tokens": new_tokens(pending.request, max_length) - len(pending.token_ids),
         "stop_token_ids": list(sampling.stop_token_ids),
         "ignore_eos": sampling.ignore_eos,
-        "sampling_seed": asked.request.seed,
+        "sampling_seed": pending.request.seed,
     }
 
 
@@ -427,6 +431,6 @@ def new_tokens(request: Request, max_length: int) -> int:
     return min(request.sampling.max_tokens, max_length - len(request.prompt_ids))
 
 
-def prompt_of(asked: Asked) -> list[int]:
+def prompt_of(pending: PendingRequest) -> list[int]:
     """Tokens that SGLang continues from: the prompt and the response so far."""
-    return [*asked.request.prompt_ids, *asked.token_ids]
+    return [*pending.request.prompt_ids, *pending.token_ids]

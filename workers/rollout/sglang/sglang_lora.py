@@ -32,7 +32,9 @@ FUSED = {
 PADDED_TO = 32
 """On CPU, SGLang pads each rank's part of the MLP to a multiple of this."""
 LAYER_OF = {leaf: layer for layer, leaves in FUSED.items() for leaf in leaves}
-TAKEN = re.compile(rf"{re.escape(lora.PREFIX)}(.+\.layers\.\d+\.(?:self_attn|mlp))\.({'|'.join(LAYER_OF)})\.lora_[AB]\.weight")
+SUPPORTED = re.compile(
+    rf"{re.escape(lora.PREFIX)}(.+\.layers\.\d+\.(?:self_attn|mlp))\.({'|'.join(LAYER_OF)})\.lora_[AB]\.weight"
+)
 
 
 class AdapterInSGLang:
@@ -107,7 +109,7 @@ class AdapterInSGLang:
         """Add zeros for the members of fused layers that the adapter leaves out."""
         return [*named, *((name, torch.zeros(shape)) for name, shape in self.zeros.items())]
 
-    def in_words(self, config: LoraConfig) -> dict[str, Any]:
+    def sglang_config(self, config: LoraConfig) -> dict[str, Any]:
         """peft's configuration for SGLang, which always scales by lora_alpha / r and ignores ``use_rslora``.
 
         lora_alpha is therefore chosen such that lora_alpha / r is the scaling of peft.
@@ -118,7 +120,7 @@ class AdapterInSGLang:
 
 def block_and_layer(name: str) -> tuple[str, str]:
     """Path of the block and name of SGLang's linear layer that an adapter weight belongs to. Raises ValueError if unsupported."""
-    match = TAKEN.fullmatch(name)
+    match = SUPPORTED.fullmatch(name)
     if match is None:
         raise ValueError(
             f"actor_rollout_ref.rollout.lora_sync=adapter: SGLang takes {', '.join(LAYER_OF)} of an adapter, and not "

@@ -35,9 +35,9 @@ if __name__ == "__mp_main__":
     die_with_parent(os.getppid())  # SGLang does the same, but only once it has been imported
     enable_stack_reports()
 
-Asked = tuple[str, list[int], dict[str, Any]]
+ServedRequest = tuple[str, list[int], dict[str, Any]]
 """Name, prompt, sampling parameters. No name may be a prefix of another: SGLang aborts every request that starts with a name."""
-Answer = tuple[str, list[int], list[float], str]
+ServedResponse = tuple[str, list[int], list[float], str]
 """Name, tokens, log-probs, and the finish reason: stop, length or abort."""
 ADAPTER = "policy"
 # A flush fails while SGLang still cleans up after the step in which the last responses ended. Attempts, and seconds in between.
@@ -73,39 +73,39 @@ class Server:
         self.running: set[str] = set()
         self.aborted: set[str] = set()
         self.ended: list[asyncio.Task[Any]] = []
-        self.news = asyncio.Event()
-        self.loop.run_until_complete(self._take_signals_back())
+        self.finished = asyncio.Event()
+        self.loop.run_until_complete(self._restore_signal_handlers())
 
-    async def _take_signals_back(self) -> None:
+    async def _restore_signal_handlers(self) -> None:
         """Replace SGLang's handlers of SIGTERM and SIGQUIT."""
         self.manager.auto_create_handle_loop()  # installs SGLang's handlers now, so that they can be replaced
         for number in (signal.SIGTERM, signal.SIGQUIT):
             self.loop.remove_signal_handler(number)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        signal.signal(signal.SIGQUIT, self._tell_of_the_dead)
+        signal.signal(signal.SIGQUIT, self._report_dead_ranks)
 
-    def _tell_of_the_dead(self, number: int, frame: FrameType | None) -> None:
+    def _report_dead_ranks(self, number: int, frame: FrameType | None) -> None:
         """Handle SIGQUIT, which SGLang sends when a rank process has failed: report exit codes, and exit.
 
         Some processes have ended by then, some have not.
         """
         ended = [f"process {child.pid} ended with {child.exitcode}" for child in self.children if child.exitcode]
         print(f"SGLang: {'; '.join(ended) or 'the process of a rank failed'}", file=sys.stderr, flush=True)
-        leave(self.children, 1)
+        kill_and_exit(self.children, 1)
 
     # Requests
 
-    def step(self, requests: Sequence[Asked]) -> list[Answer]:
+    def step(self, requests: Sequence[ServedRequest]) -> list[ServedResponse]:
         """Start these requests, then wait until at least one response has finished; returns all that have."""
         for request in requests:
             self._begin(request)
         return self.loop.run_until_complete(self._ended()) if self.running else []
 
-    def abort(self, names: Sequence[str]) -> list[Answer]:
+    def abort(self, names: Sequence[str]) -> list[ServedResponse]:
         """Abort these requests; returns their partial responses, and others that finished in the meantime."""
         return self.loop.run_until_complete(self._abort(names))
 
-    def _begin(self, request: Asked) -> None:
+    def _begin(self, request: ServedRequest) -> None:
         """Start a task that completes with the response."""
         name, prompt_ids, sampling = request
         work = self.engine.async_generate(
@@ -117,38 +117,38 @@ class Server:
 
     def _note(self, task: asyncio.Task[Any]) -> None:
         self.ended.append(task)
-        self.news.set()
+        self.finished.set()
 
-    async def _ended(self) -> list[Answer]:
-        await self.news.wait()
+    async def _ended(self) -> list[ServedResponse]:
+        await self.finished.wait()
         return self._take_ended()
 
-    def _take_ended(self) -> list[Answer]:
+    def _take_ended(self) -> list[ServedResponse]:
         """Return and clear the finished responses."""
         tasks, self.ended = self.ended, []
-        self.news.clear()
+        self.finished.clear()
         self.running.difference_update(task.get_name() for task in tasks)
-        return [self._answer_of(task.get_name(), task.result()) for task in tasks]
+        return [self._response_of(task.get_name(), task.result()) for task in tasks]
 
-    def _answer_of(self, name: str, output: dict[str, Any]) -> Answer:
+    def _response_of(self, name: str, output: dict[str, Any]) -> ServedResponse:
         """Convert SGLang's output. Raises RuntimeError if SGLang aborted a request that ``abort`` was not called for."""
-        said = output["meta_info"]
-        pairs, reason = said["output_token_logprobs"], said["finish_reason"]
+        info = output["meta_info"]
+        pairs, reason = info["output_token_logprobs"], info["finish_reason"]
         if reason["type"] == "abort" and name not in self.aborted:
             raise RuntimeError(f"SGLang gave request {name} up: {reason}")
         self.aborted.discard(name)
         return name, [token for _, token, *_ in pairs], [value for value, *_ in pairs], reason["type"]
 
-    async def _abort(self, names: Sequence[str]) -> list[Answer]:
+    async def _abort(self, names: Sequence[str]) -> list[ServedResponse]:
         await asyncio.sleep(0)  # lets tasks that were just created submit their requests, so that SGLang knows them
         for name in self.running.intersection(names):
             self.aborted.add(name)
             self.manager.abort_request(name)
-        answers = self._take_ended()
+        responses = self._take_ended()
         # SGLang ends aborted requests asynchronously: wait until none of them runs.
         while not self.running.isdisjoint(names):
-            answers += await self._ended()
-        return answers
+            responses += await self._ended()
+        return responses
 
     # Weights and memory
 
@@ -177,8 +177,8 @@ class Server:
         unloaded first: SGLang rejects a second one under a known name, keeps the first, and reports that only in its result.
         """
         if self.adapter is not None:
-            forgotten, self.adapter = self.adapter, None  # requests use none if a call below fails
-            answer = self.engine.unload_lora_adapter(forgotten)
+            previous, self.adapter = self.adapter, None  # requests use none if a call below fails
+            answer = self.engine.unload_lora_adapter(previous)
             check((answer.success, answer.error_message))
         tensors = {name: memory[start : start + math.prod(shape)].view(shape) for name, shape, start in named}
         answer = self.engine.load_lora_adapter_from_tensors(ADAPTER, tensors, config)
@@ -192,7 +192,7 @@ class Server:
             if self.engine.flush_cache().success:
                 return
             time.sleep(FLUSH_PAUSE)
-        raise RuntimeError("SGLang did not drop its cache: answers would go on from keys and values of old weights")
+        raise RuntimeError("SGLang did not drop its cache: responses would continue from keys and values of old weights")
 
     def release(self, tags: list[str]) -> None:
         """Release the memory of ``tags`` (weights, kv_cache)."""
@@ -222,10 +222,10 @@ def serve(connection: Connection) -> None:
     server = Server(arguments)
     connection.send((True, server.facts()))
     answer_calls(connection, server)
-    leave(server.children, 0)
+    kill_and_exit(server.children, 0)
 
 
-def leave(children: Sequence[BaseProcess], status: int) -> NoReturn:
+def kill_and_exit(children: Sequence[BaseProcess], status: int) -> NoReturn:
     """Kill all children and exit with ``status``, without running SGLang's exit handlers."""
     for child in children:
         child.kill()

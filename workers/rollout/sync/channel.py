@@ -87,16 +87,16 @@ class Channel:
         return cls(store, 1 + rank, 1 + meeting.receivers, device, limit)
 
     @property
-    def _words(self) -> dist.ProcessGroup:
+    def _header_group(self) -> dist.ProcessGroup:
         """The gloo group for headers and votes, created on first use."""
         self._gloo = self._gloo or self.join_process_group("gloo")
         return self._gloo
 
     @property
-    def _weights(self) -> dist.ProcessGroup:
+    def _bucket_group(self) -> dist.ProcessGroup:
         """The group for buckets: NCCL on CUDA, created on first use; the gloo group on CPU."""
         if self.device == "cpu":
-            return self._words
+            return self._header_group
         self._nccl = self._nccl or self.join_process_group("nccl")
         return self._nccl
 
@@ -114,7 +114,7 @@ class Channel:
         return cast(dist.ProcessGroup, dist.ProcessGroupNCCL(store, self.rank, self._size, options))
 
     def run_collective(self, start: Callable[[], dist.Work]) -> None:
-        """Run one collective. trainer/cluster/hang_report.py recognises waiting ranks by the names of this and join_process_group."""
+        """Run one collective. trainer/cluster/hang_report.py recognises waiting ranks by this name and join_process_group."""
         try:
             start().wait()
         except RuntimeError as error:  # torch raises it both for a lost connection and for a timeout
@@ -123,24 +123,24 @@ class Channel:
     def vote(self, wanted: bool) -> bool:
         """Vote: True if every rank passes True."""
         answer = torch.tensor(int(wanted))
-        self.run_collective(lambda: self._words.allreduce(answer, dist.ReduceOp.MIN))
+        self.run_collective(lambda: self._header_group.allreduce(answer, dist.ReduceOp.MIN))
         return bool(answer)
 
-    def tell(self, source: int, words: Any = None) -> Any:
-        """Broadcast a JSON value from rank ``source``; returns it on all ranks. words: the value, on the source only."""
+    def broadcast_json(self, source: int, value: Any = None) -> Any:
+        """Broadcast a JSON value from rank ``source``; returns it on all ranks. value: the value, on the source only."""
         # The length goes first: receivers need it to allocate the buffer.
-        text = torch.frombuffer(bytearray(json.dumps(words), "utf-8"), dtype=torch.uint8)
+        text = torch.frombuffer(bytearray(json.dumps(value), "utf-8"), dtype=torch.uint8)
         length = torch.tensor(len(text))
-        self.run_collective(lambda: self._words.broadcast(length, source))
+        self.run_collective(lambda: self._header_group.broadcast(length, source))
         if self.rank != source:
             text = torch.empty(int(length), dtype=torch.uint8)
-        self.run_collective(lambda: self._words.broadcast(text, source))
+        self.run_collective(lambda: self._header_group.broadcast(text, source))
         return json.loads(text.numpy().tobytes())
 
     def send(self, weights: Sequence[tuple[str, Tensor]], dtype: torch.dtype | None) -> None:
         """Broadcast a bucket; an empty one ends the pass. dtype: wider floating-point tensors are cast to it."""
         if not weights:
-            return self.tell(TRAINER, [])
+            return self.broadcast_json(TRAINER, [])
         dtypes = [narrower(tensor, dtype) for _, tensor in weights]
         places = starts([nbytes(tensor, dtype) for _, tensor in weights], ALIGNMENT)
         flat = torch.zeros(places[-1], dtype=torch.uint8, device=self.device)
@@ -149,20 +149,20 @@ class Channel:
             place(flat, start, of, tensor.shape).copy_(tensor.detach())
             header.append([name, str(of).removeprefix("torch."), list(tensor.shape), start])
         # Header first: receivers allocate the buffer from its size.
-        self.tell(TRAINER, [header, len(flat), checksum(flat)])
-        self.run_collective(lambda: self._weights.broadcast(flat, TRAINER))
+        self.broadcast_json(TRAINER, [header, len(flat), checksum(flat)])
+        self.run_collective(lambda: self._bucket_group.broadcast(flat, TRAINER))
 
     def receive(self) -> Bucket | None:
         """Receive the next bucket, or None at the end of the pass.
 
         Its tensors are views of one buffer that is not reused: an engine may keep them until a layer is complete.
         """
-        match self.tell(TRAINER):
+        match self.broadcast_json(TRAINER):
             case []:
                 return None
             case [header, size, sent]:
                 flat = torch.empty(size, dtype=torch.uint8, device=self.device)
-                self.run_collective(lambda: self._weights.broadcast(flat, TRAINER))
+                self.run_collective(lambda: self._bucket_group.broadcast(flat, TRAINER))
                 weights = [(name, place(flat, start, getattr(torch, of), shape)) for name, of, shape, start in header]
                 return Bucket(weights, intact=checksum(flat) == sent)
             case failed:
@@ -200,20 +200,20 @@ class Sender:
     def serve(self) -> None:
         """Serve passes until the engines want no more. Collective over the trainer's ranks."""
         while (wanted := self._next()) is not None:
-            self._give(*wanted)
+            self._send_pass(*wanted)
 
     def _next(self) -> tuple[str | None, Weights, int] | None:
         """The requested pass (dtype, kind, bucket bytes) on all ranks of the trainer; None ends the sync."""
-        told: list[Any] = [None]
+        wanted: list[Any] = [None]
         try:
             # The trainer always votes for another pass: only receivers end a sync.
             if self._channel is not None and self._channel.vote(True):
-                told = [self._channel.tell(FIRST_RECEIVER)]
+                wanted = [self._channel.broadcast_json(FIRST_RECEIVER)]
         finally:  # also if the channel is lost: the trainer's other ranks wait in this broadcast
-            dist.broadcast_object_list(told, 0, device=torch.device("cpu"))
-        return told[0]
+            dist.broadcast_object_list(wanted, 0, device=torch.device("cpu"))
+        return wanted[0]
 
-    def _give(self, named: str | None, kind: Weights, limit: int) -> None:
+    def _send_pass(self, named: str | None, kind: Weights, limit: int) -> None:
         """Send one pass over the weights, in buckets of at most ``limit`` bytes."""
         dtype = None if named is None else getattr(torch, named)
         weights = self._engine.export_weights(dtype=dtype, kind=kind)
@@ -228,7 +228,8 @@ class Sender:
         except ChannelLost:
             raise
         except Exception as error:
-            self._channel.tell(TRAINER, f"{type(error).__name__}: {error}")  # receivers wait for a header: send the cause instead
+            # Receivers wait for a header: send the cause instead.
+            self._channel.broadcast_json(TRAINER, f"{type(error).__name__}: {error}")
             raise
         self._channel.send([], dtype)
 
@@ -251,7 +252,7 @@ class Receiver:
         if not self._channel.vote(True):
             raise ChannelLost("another rank of the rollout engines has ended this sync")
         named = None if dtype is None else str(dtype).removeprefix("torch.")
-        self._channel.tell(FIRST_RECEIVER, [named, kind, self._bucket_bytes])
+        self._channel.broadcast_json(FIRST_RECEIVER, [named, kind, self._bucket_bytes])
         self._in_pass = True
         while (bucket := self._next()) is not None:
             if not bucket.intact:
@@ -268,11 +269,11 @@ class Receiver:
         except ChannelLost:  # no rank waits for this one: the connection is lost, or the vote has ended the sync
             raise
         except BaseException:
-            self._leave()
+            self._end_pass()
             raise
-        self._leave()
+        self._end_pass()
 
-    def _leave(self) -> None:
+    def _end_pass(self) -> None:
         """Consume the rest of the current pass, then vote against another: the other ranks wait for this one in both."""
         while self._in_pass:
             self._next()

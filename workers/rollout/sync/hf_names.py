@@ -29,9 +29,9 @@ class FileNames:
         for name, weight in weights.items():
             # Distinct numbers, run through transformers' own conversion for saving: they show which slice gets which name.
             probe = torch.arange(8 * len(weight)).view(-1, 4, 2) if weight.dim() == 3 else weight
-            told = revert_weight_conversion(model, {name: probe})
-            self._names[name] = list(told)
-            if weight.dim() == 3 and not all(torch.equal(mine, told[of_file]) for of_file, mine in self._split(name, probe)):
+            converted = revert_weight_conversion(model, {name: probe})
+            self._names[name] = list(converted)
+            if weight.dim() == 3 and not all(torch.equal(mine, converted[of_file]) for of_file, mine in self._split(name, probe)):
                 raise ValueError(f"{model.config.model_type}: {name} is laid out in files in a way that is not known here")
 
     def split(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:

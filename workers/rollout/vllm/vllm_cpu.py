@@ -107,7 +107,7 @@ class SleepingWorker(TimedStart, CPUWorker):
 
             if is_moe_model(self.model_runner.model):
                 raise ValueError(
-                    "actor_rollout_ref.rollout.lora_sync=adapter: on CPU vLLM has no adapters beside a mixture of experts; "
+                    "actor_rollout_ref.rollout.lora_sync=adapter: on CPU vLLM has no adapters for a mixture of experts; "
                     "set lora_sync=merged"
                 )
             for_every_token(self.model_runner)

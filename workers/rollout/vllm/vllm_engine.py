@@ -103,7 +103,7 @@ class VLLMRollout(Rollout):
                 self._cache_bytes = float(self._on_worker(prepare_worker))
             self._opened = opening.pop_all()  # the environment is restored by close, or at once if the engine did not start
         gc.unfreeze()  # vLLM calls gc.freeze, which exempts all objects of the process from collection, the trainer's too
-        self._answers: dict[str, RunningResponse] = {}
+        self._running: dict[str, RunningResponse] = {}
         """Unfinished requests by vLLM's ids, in order of submission."""
         self._counters = self._zeros()
 
@@ -115,21 +115,21 @@ class VLLMRollout(Rollout):
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        unfinished = {answer.request.id for answer in self._answers.values()}
+        unfinished = {running.request.id for running in self._running.values()}
         check_requests(requests, unfinished, max_length=self.max_length, vocab_size=self.vocab_size)
         processor, tasks = self.engine.input_processor, self.engine.get_supported_tasks()
         for request in requests:
             params = SamplingParams(**sampling_arguments(request, self.max_length), output_kind=RequestOutputKind.FINAL_ONLY)
             prompt = {"type": "token", "prompt_token_ids": list(request.prompt_ids)}
-            asked = processor.process_inputs(str(request.id), prompt, params, supported_tasks=tasks)
-            processor.assign_request_id(asked)  # vLLM's own id, under which outputs arrive
-            self.engine.engine_core.add_request(asked)
-            self._answers[asked.request_id] = RunningResponse(request, asked.request_id)
+            engine_request = processor.process_inputs(str(request.id), prompt, params, supported_tasks=tasks)
+            processor.assign_request_id(engine_request)  # vLLM's own id, under which outputs arrive
+            self.engine.engine_core.add_request(engine_request)
+            self._running[engine_request.request_id] = RunningResponse(request, engine_request.request_id)
             self._counters["prompt_tokens"] += len(request.prompt_ids)
 
     @property
     def unfinished(self) -> int:
-        return len(self._answers)
+        return len(self._running)
 
     def step(self) -> list[Completion]:
         """Run one decode step. Raises FloatingPointError, naming a request, where the model's logits are not finite.
@@ -138,40 +138,40 @@ class VLLMRollout(Rollout):
         hundreds of responses takes as long as the rest of a step.
         """
         self._check_awake()
-        if not self._answers:
+        if not self._running:
             return []
         with self._fenced():
             outputs = self.engine.engine_core.get_output().outputs
         self._counters["decode_steps"] += 1
         ended = []
         for output in outputs:
-            answer = self._answers[output.request_id]
-            answer.token_ids += output.new_token_ids
-            answer.log_probs += output.new_logprobs.logprobs[:, 0].tolist()
+            running = self._running[output.request_id]
+            running.token_ids += output.new_token_ids
+            running.log_probs += output.new_logprobs.logprobs[:, 0].tolist()
             if output.prefill_stats is not None:
                 self._counters["cached_tokens"] += output.prefill_stats.num_cached_tokens
             if output.finish_reason is not None:
-                del self._answers[answer.name]
-                ended.append(self._completion(answer, str(output.finish_reason)))
+                del self._running[running.name]
+                ended.append(self._completion(running, str(output.finish_reason)))
         return ended
 
-    def _completion(self, answer: RunningResponse, reason: Any) -> Completion:
-        id, values = answer.request.id, tuple(answer.log_probs)
+    def _completion(self, running: RunningResponse, reason: Any) -> Completion:
+        id, values = running.request.id, tuple(running.log_probs)
         if not all(map(math.isfinite, values)):
             raise FloatingPointError(f"request {id}: the model's logits are not finite (weights of version {self._version})")
         self._counters["response_tokens"] += len(values)
-        return Completion(id, tuple(answer.token_ids), values, reason, self._version)
+        return Completion(id, tuple(running.token_ids), values, reason, self._version)
 
     def abort(self, ids: Sequence[int] | None = None) -> list[Completion]:
         """End requests and return their partial responses in order of submission.
 
         Ids that are not unfinished are ignored: the request may have finished in the meantime.
         """
-        chosen = [answer for answer in self._answers.values() if ids is None or answer.request.id in ids]
-        self.engine.engine_core.abort_requests([answer.name for answer in chosen])
-        for answer in chosen:
-            del self._answers[answer.name]
-        return [self._completion(answer, "abort") for answer in chosen]
+        chosen = [running for running in self._running.values() if ids is None or running.request.id in ids]
+        self.engine.engine_core.abort_requests([running.name for running in chosen])
+        for running in chosen:
+            del self._running[running.name]
+        return [self._completion(running, "abort") for running in chosen]
 
     # Weights and memory
 
@@ -205,7 +205,7 @@ class VLLMRollout(Rollout):
         self._check_takes_weights("load_adapter")
         assert self._adapter is not None, "lora_sync=adapter alone"
         if not self._base_there:
-            raise EngineAsleep("load_adapter: the engine has no weights that it could be beside; call load_weights")
+            raise EngineAsleep("load_adapter: the engine has no base weights for an adapter; call load_weights")
         from workers.rollout.vllm.vllm_lora import replace_adapter
 
         self._weights_there = False
@@ -267,7 +267,7 @@ class VLLMRollout(Rollout):
         """Invalidate the KV cache: forget prefixes, and return running requests to the queue."""
         # Keys and values of old weights must not be continued with new ones: a refusal is an error.
         if not self.engine.reset_prefix_cache(reset_running_requests=True):
-            raise RuntimeError("vLLM did not drop its prefix cache: answers would go on from keys and values of old weights")
+            raise RuntimeError("vLLM did not drop its prefix cache: responses would continue from keys and values of old weights")
 
     def _on_worker(self, method: str | Callable[[Any], Any], **kwargs: Any) -> Any:
         """Call a method of vLLM's worker, or a function of it; returns its result."""

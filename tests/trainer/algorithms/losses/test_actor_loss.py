@@ -20,7 +20,7 @@ def actor_loss(
         actor_rollout_ref=replace(models, actor=replace(models.actor, policy_loss=policy_loss, **actor)),
         algorithm=replace(algorithm, rollout_correction=replace(algorithm.rollout_correction, **(correction or {}))),
     )
-    return ActorLoss(ActorLossConfig.of(config, own_old_log_probs=own))
+    return ActorLoss(ActorLossConfig.of(config, old_log_probs_from_update=own))
 
 
 def micro_batch(**columns: torch.Tensor) -> Batch:

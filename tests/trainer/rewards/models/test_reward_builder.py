@@ -39,7 +39,7 @@ def test_several_labels_are_refused(tmp_path: Path) -> None:
         check_head(engine_model(scoring_model(path=str(path))))
 
 
-def test_statistics_are_read_from_beside_the_model(tmp_path: Path) -> None:
+def test_statistics_are_read_from_the_models_directory(tmp_path: Path) -> None:
     path = make_reward_model(tmp_path / "model", seed=1, moments=(0.5, 2.0))
     assert stored(scoring_model(path=str(path), normalize="stored")) == Moments(0.5, 2.0)
     assert stored(scoring_model(path=str(path))) is None is stored(scoring_model(path=str(path), normalize="running"))

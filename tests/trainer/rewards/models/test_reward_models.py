@@ -100,10 +100,10 @@ def test_state_is_that_of_running_moments() -> None:
     together = RewardModels(
         [model(moments=moments), model(name="b", moments=Moments(1.0, 2.0)), model(name="c")], rule_weight=1.0, asks_rules=True
     )
-    moments.see(torch.tensor([1.0, 5.0]))
+    moments.update(torch.tensor([1.0, 5.0]))
     state = together.state()
     assert [*state] == ["a"]
-    moments.see(torch.tensor([100.0]))
+    moments.update(torch.tensor([100.0]))
     together.load(state)
     assert (moments.count, moments.mean, moments.std) == (2, 3.0, 2.0)
 

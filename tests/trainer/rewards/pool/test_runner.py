@@ -16,7 +16,7 @@ import pytest
 
 from configs.schema.ppo import RewardConfig
 from tests.trainer.rewards.config import reward_config
-from trainer.rewards.pool.runner import Answer, RewardRunner, Score
+from trainer.rewards.pool.runner import Response, RewardRunner, Score
 from trainer.rewards.sandbox.forkserver import fork_server
 
 REWARDS = """
@@ -66,8 +66,8 @@ def config(path: Path | None = None, *, name: str = "compute_score", num_workers
     return reward_config(num_workers=num_workers, timeout=timeout, custom_reward_function=function)
 
 
-def answers(*texts: str) -> list[Answer]:
-    return [Answer("any", text, "", {"index": i}, finished=i % 2 == 0) for i, text in enumerate(texts)]
+def answers(*texts: str) -> list[Response]:
+    return [Response("any", text, "", {"index": i}, finished=i % 2 == 0) for i, text in enumerate(texts)]
 
 
 def is_alive(pid: int) -> bool:
@@ -242,7 +242,7 @@ def test_without_rules_no_process_is_started() -> None:
     with RewardRunner(reward_config(scorer="none")) as runner:
         runner.wait_ready()
         assert psutil.Process().children() == before
-        assert runner.score([Answer("any", "text", None, {}, True)] * 2) == [Score(0.0, {}, None)] * 2
+        assert runner.score([Response("any", "text", None, {}, True)] * 2) == [Score(0.0, {}, None)] * 2
 
 
 def test_without_workers_the_controller_scores(rewards: Path) -> None:
@@ -297,23 +297,23 @@ def test_a_file_that_kills_its_process_is_an_error_of_the_start(tmp_path: Path) 
 def test_built_in_scorers_and_an_unknown_source(num_workers: int) -> None:
     with RewardRunner(config(num_workers=num_workers)) as runner:
         known = [
-            Answer("openai/gsm8k", "#### 72", "72", {}, finished=False),
-            Answer("sort_digits", "0123", "0123", {}, finished=True),
-            Answer("sort_digits", "0123", "0123", {}, finished=False),
-            Answer("openai/gsm8k", "#### 72", "many", {}, finished=True),
+            Response("openai/gsm8k", "#### 72", "72", {}, finished=False),
+            Response("sort_digits", "0123", "0123", {}, finished=True),
+            Response("sort_digits", "0123", "0123", {}, finished=False),
+            Response("openai/gsm8k", "#### 72", "many", {}, finished=True),
         ]
         scores = runner.score(known)
         assert [score.value for score in scores] == [1.0, 1.0, 0.0, None] and "many" in (scores[3].error or "")
         with pytest.raises(ValueError, match="'chess' has no scorer"):
-            runner.score([*known, Answer("chess", "e4", "e4", {}, finished=True)])
+            runner.score([*known, Response("chess", "e4", "e4", {}, finished=True)])
 
 
 @pytest.mark.alone
 def test_a_warm_pool_is_quick() -> None:
     """4,096 GSM8K answers take 0.05 s on two idle cores, 256 short ones 3 ms. The bounds leave room for a busy machine."""
     solution = "She sold 48 / 2 = <<48/2=24>>24 clips in May, and 48 + 24 altogether.\n" * 4
-    many = [Answer("openai/gsm8k", f"{solution}#### {i:,}", str(i), {"answer": solution}, finished=True) for i in range(4096)]
-    few = [Answer("sort_digits", "012345", "012345", {"index": i}, finished=True) for i in range(256)]
+    many = [Response("openai/gsm8k", f"{solution}#### {i:,}", str(i), {"answer": solution}, finished=True) for i in range(4096)]
+    few = [Response("sort_digits", "012345", "012345", {"index": i}, finished=True) for i in range(256)]
     with RewardRunner(config()) as runner:
         runner.wait_ready()
         start = time.monotonic()
@@ -372,7 +372,7 @@ def test_adversarial_answers_take_no_process_down() -> None:
     with RewardRunner(reward_config(num_workers=2, timeout=30.0, code={"time_limit": 0.5, "memory_limit_mb": 256})) as runner:
         runner.wait_ready()
         before = [process._popen.pid for process in runner._processes]
-        scores = runner.score([Answer(source, text, truths[source], {}, finished=True) for source, text in mixed])
+        scores = runner.score([Response(source, text, truths[source], {}, finished=True) for source, text in mixed])
         assert [process._popen.pid for process in runner._processes] == before
     assert [score.error for score in scores] == [None] * len(mixed)
     assert all(score.value in (0.0, -1.0) for score in scores[::2]) and all(score.value == 1.0 for score in scores[1::2])
@@ -384,7 +384,7 @@ def test_a_scorer_that_takes_too_much_memory_fails_that_answer_alone(rewards: Pa
     )
     changed = replace(config(rewards), memory_limit_mb=256)
     with RewardRunner(changed) as runner:
-        scores = runner.score([Answer("any", str(size), "", {}, finished=True) for size in (1, 1 << 30, 2)])
+        scores = runner.score([Response("any", str(size), "", {}, finished=True) for size in (1, 1 << 30, 2)])
     assert [score.value for score in scores] == [1.0, None, 2.0] and "MemoryError" in (scores[1].error or "")
 
 
@@ -399,7 +399,7 @@ def test_further_arguments_of_the_users_function(rewards: Path) -> None:
 
 def test_without_workers_closing_ends_the_servers_of_the_scorers() -> None:
     with RewardRunner(reward_config(num_workers=0)) as runner:
-        assert runner.score([Answer("lighteval/MATH", "\\boxed{x+1}", "1+x", {}, finished=True)])[0].value == 1.0
+        assert runner.score([Response("lighteval/MATH", "\\boxed{x+1}", "1+x", {}, finished=True)])[0].value == 1.0
         pid = fork_server("trainer.rewards.rules.math").pid
         assert is_alive(pid)
     assert not is_alive(pid)

@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 
 from trainer.rewards.remote.openrlhf_protocol import from_reply, from_request, to_reply, to_request
-from trainer.rewards.scoring import Answer, Score
+from trainer.rewards.scoring import Response, Score
 
 ANSWERS = [
-    Answer(
+    Response(
         "openai/gsm8k",
         "It is #### 4",
         "4",
@@ -18,8 +18,8 @@ ANSWERS = [
         "What is 2 + 2? ",
         "<b>It is #### 4<eos>",
     ),
-    Answer("mine", "", None, {}, False, "ü \u2028", ""),
-    Answer("", "no prompt", {"tests": [1]}, {}, True),
+    Response("mine", "", None, {}, False, "ü \u2028", ""),
+    Response("", "no prompt", {"tests": [1]}, {}, True),
 ]
 SCORES = [
     Score(0.1 + 0.2, {"acc": 1.0}, None),
@@ -49,10 +49,10 @@ def test_a_request_of_openrlhf() -> None:
     """Its older versions send queries alone."""
     request = {"query": ["Q: 1? #### 1</s>", "other"], "prompts": ["Q: 1? ", "Q: 2? "], "labels": ["1", None]}
     assert from_request(request) == [
-        Answer("", "#### 1</s>", "1", {}, True, "Q: 1? ", ""),
-        Answer("", "other", None, {}, True, "", ""),
+        Response("", "#### 1</s>", "1", {}, True, "Q: 1? ", ""),
+        Response("", "other", None, {}, True, "", ""),
     ]
-    assert from_request({"query": ["whole"], "prompts": None}) == [Answer("", "whole", None, {}, True)]
+    assert from_request({"query": ["whole"], "prompts": None}) == [Response("", "whole", None, {}, True)]
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from tests.trainer.rewards.config import reward_config
 from tests.trainer.rewards.server import Reply, Server
 from trainer.rewards.pool.runner import RewardRunner
 from trainer.rewards.remote.remote_rewards import RemoteRewards, needs_data_sources, open_rewards
-from trainer.rewards.scoring import Answer, Score
+from trainer.rewards.scoring import Response, Score
 
 
 class Rewards(Server):
@@ -39,8 +39,8 @@ def servers() -> Iterator[tuple[Rewards, Rewards]]:
         yield first, second
 
 
-def answers(n: int) -> list[Answer]:
-    return [Answer("mine", str(i), f"truth {i}", {"i": i}, i % 2 == 0, f"prompt {i}: ", f"{i}<eos>") for i in range(n)]
+def answers(n: int) -> list[Response]:
+    return [Response("mine", str(i), f"truth {i}", {"i": i}, i % 2 == 0, f"prompt {i}: ", f"{i}<eos>") for i in range(n)]
 
 
 def remote(*servers: Rewards, **changes: Any) -> RemoteRewards:
@@ -145,7 +145,7 @@ def test_only_the_answers_concerned_fail(servers: tuple[Rewards, Rewards]) -> No
     partly: dict[int, Reply] = {2: (400, b"no", 0.0), 3: (200, {"rewards": [8.0, float("nan"), 10.0, 11.0]}, 0.0)}
     server.instead = partly.get
     asked = answers(16)
-    asked[13] = Answer("mine", "13", {1, 2}, {}, True)
+    asked[13] = Response("mine", "13", {1, 2}, {}, True)
     scores = remote(server, concurrency=1).score(asked)
     assert [i for i, score in enumerate(scores) if score.value is None] == [4, 5, 6, 7, 9, 13]
     assert [score.value for score in scores if score.value is not None] == [0, 1, 2, 3, 8, 10, 11, 12, 14, 15]

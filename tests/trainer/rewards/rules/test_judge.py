@@ -9,7 +9,7 @@ from tests.trainer.rewards.config import reward_config
 from tests.trainer.rewards.server import Reply, Server
 from trainer.rewards.pool.runner import RewardRunner
 from trainer.rewards.rules.judge import JudgeError, parse, prompt, score
-from trainer.rewards.scoring import Answer
+from trainer.rewards.scoring import Response
 
 INFO = {"question": "1 + 1?"}
 
@@ -161,7 +161,7 @@ def test_many_requests_are_in_flight_and_a_failed_judge_is_a_failed_reward(judge
     """32 answers at 0.2 s each: one after the other they would take 6.4 s."""
     judge.reply = lambda n: (200, completion("Score: 1") if n != 5 else completion("?"), 0.2)
     changes = {"url": f"http://127.0.0.1:{judge.server_port}/v1", "model": "large", "concurrency": 16}
-    answers = [Answer("of my own", f"answer {i}", "2", INFO, finished=True) for i in range(32)]
+    answers = [Response("of my own", f"answer {i}", "2", INFO, finished=True) for i in range(32)]
     with RewardRunner(reward_config(num_workers=num_workers, scorer="judge", judge=changes)) as runner:
         runner.wait_ready()
         start = time.monotonic()

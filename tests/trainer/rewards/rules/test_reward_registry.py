@@ -4,7 +4,7 @@ from typing import Any
 import pytest
 
 from tests.trainer.rewards.config import reward_config
-from trainer.rewards.pool.runner import Answer, RewardRunner, Score
+from trainer.rewards.pool.runner import Response, RewardRunner, Score
 from trainer.rewards.pool.worker import resolve
 from trainer.rewards.rules.reward_registry import (
     check_data_sources,
@@ -91,7 +91,7 @@ def test_unknown_data_source_raises_with_known_names_and_remedy() -> None:
 def test_a_function_of_a_file_is_a_scorer_too(tmp_path: Path) -> None:
     (tmp_path / "my.py").write_text("def f(data_source, solution_str, ground_truth, extra_info): return 0.25 * len(solution_str)")
     with RewardRunner(reward_config(num_workers=0, scorer=f"{tmp_path}/my.py:f")) as runner:
-        assert runner.score([Answer("any", "four", "", {}, True)]) == [Score(1.0, {}, None)]
+        assert runner.score([Response("any", "four", "", {}, True)]) == [Score(1.0, {}, None)]
     with pytest.raises(ValueError, match=r"my\.py: my\.py has no function g; it has f"):
         resolve(with_own_function(reward_config(scorer=f"{tmp_path}/my.py:g")))
     with pytest.raises(ValueError, match=r"reward\.scorer=gsm9k is not known \(did you mean gsm8k\?\); known: code, exact_"):

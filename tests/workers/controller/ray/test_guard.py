@@ -32,7 +32,7 @@ def test_a_killed_run_leaves_nothing(tmp_path: Path) -> None:
     assert alive == []
 
 
-def test_a_guard_that_is_dismissed_ends_nobody(tmp_path: Path) -> None:
+def test_a_dismissed_guard_ends_no_process(tmp_path: Path) -> None:
     mine = subprocess.Popen(["sleep", "600"], env=os.environ | {MARK: str(tmp_path)})
     before = set(psutil.Process().children())
     guard = Guard([str(tmp_path)])

@@ -67,8 +67,8 @@ class Ended:
         found = []
         for process in psutil.process_iter():
             try:
-                ours = process in self.started or process.environ().get("ENDING") == self.tag
-                if ours and process.status() != psutil.STATUS_ZOMBIE:
+                actual = process in self.started or process.environ().get("ENDING") == self.tag
+                if actual and process.status() != psutil.STATUS_ZOMBIE:
                     found.append(" ".join(process.cmdline())[:80])
             except psutil.Error:
                 continue
@@ -85,7 +85,7 @@ def endings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
 
 
 @pytest.mark.parametrize(
-    ("way", "code", "said"),
+    ("way", "code", "report"),
     [
         ("returns", 0, ""),
         ("raises", 1, "RuntimeError: the run failed"),
@@ -94,11 +94,11 @@ def endings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
         ("SIGKILL", -signal.SIGKILL, ""),
     ],
 )
-def test_however_a_run_ends_nothing_is_left(endings: dict[str, Ended], way: str, code: int, said: str) -> None:
+def test_however_a_run_ends_nothing_is_left(endings: dict[str, Ended], way: str, code: int, report: str) -> None:
     run = endings[way]
     assert run.ready == "ready\n", run.errors
     assert run.process.returncode == code, run.errors
-    assert said in run.errors
+    assert report in run.errors
     if way == "SIGKILL":
         deadline = time.monotonic() + 10
         while run.left() and time.monotonic() < deadline:
@@ -122,21 +122,23 @@ def test_a_node_that_joins_only_brings_workers(tmp_path: Path) -> None:
         nodes.join()
         out, errors = run.communicate(timeout=120)
     assert run.returncode == 0, errors
-    said = json.loads(out.splitlines()[-1])
+    report = json.loads(out.splitlines()[-1])
     assert waits == (
         "pool 'p' needs 4 slots (tandem_slot), [2, 2] on 2 node(s); the nodes of this Ray have [4]: waiting for more, 60 s at "
         "most (timeouts.join)\n"
     )
-    assert [(info["node_rank"], info["local_rank"]) for info in said["infos"]] == [(0, 0), (0, 1), (1, 0), (1, 1)]
-    first, second = said["raylets"][:2], said["raylets"][2:]
+    assert [(info["node_rank"], info["local_rank"]) for info in report["infos"]] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    first, second = report["raylets"][:2], report["raylets"][2:]
     assert len(set(first)) == len(set(second)) == 1 and first != second, "ranks of a node sit on one node"
-    assert said["env"] == [["b", "1"]] * 4
-    assert "needs 7 slots (tandem_slot), [5, 2] on 2 node(s); the nodes of this Ray have [4, 4], 8 together" in said["too large"]
-    assert "together after 0.5 s (timeouts.join); nodes get slots by `ray start" in said["too large"]
-    (_, _, one), (_, _, other) = said["half_0"]
-    assert said["half_0"] == [[0, 0, one], [1, 0, other]] and said["half_1"] == [[0, 1, one], [1, 1, other]] and one != other
-    assert said["hanging"] == [False, True, False, True], "stacks come from both nodes"
-    assert said["alive"] == 2, "the cluster lives on"
+    assert report["env"] == [["b", "1"]] * 4
+    assert (
+        "needs 7 slots (tandem_slot), [5, 2] on 2 node(s); the nodes of this Ray have [4, 4], 8 together" in report["too large"]
+    )
+    assert "together after 0.5 s (timeouts.join); nodes get slots by `ray start" in report["too large"]
+    (_, _, one), (_, _, other) = report["half_0"]
+    assert report["half_0"] == [[0, 0, one], [1, 0, other]] and report["half_1"] == [[0, 1, one], [1, 1, other]] and one != other
+    assert report["hanging"] == [False, True, False, True], "stacks come from both nodes"
+    assert report["alive"] == 2, "the cluster lives on"
 
 
 @pytest.fixture(scope="module")
@@ -208,11 +210,11 @@ def started(backend: RayBackend, name: str, n: int = 2) -> Iterator[WorkerGroup]
 
 def test_ray_listens_on_the_loopback_alone(pair: WorkerGroup) -> None:
     mark = pair.call(worker_call(Toy.environment, MARK)).result()[0][0]
-    ours = [process for process in psutil.process_iter() if process.pid == os.getpid() or bears(process, [mark])]
-    assert len(ours) > 5
+    actual = [process for process in psutil.process_iter() if process.pid == os.getpid() or bears(process, [mark])]
+    assert len(actual) > 5
     listening = {
         (process.name(), connection.laddr.ip)
-        for process in ours
+        for process in actual
         for connection in process.net_connections("tcp")
         if connection.status == psutil.CONN_LISTEN
     }
@@ -223,7 +225,7 @@ ASKS = "import sys; from ray._raylet import GcsClient; print(len(GcsClient(addre
 
 
 @pytest.mark.parametrize(
-    ("token", "said"),
+    ("token", "report"),
     [
         ({"RAY_AUTH_MODE": "disabled"}, "InvalidAuthToken"),
         ({"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0" * 64}, "InvalidAuthToken"),
@@ -231,12 +233,12 @@ ASKS = "import sys; from ray._raylet import GcsClient; print(len(GcsClient(addre
     ],
     ids=["none", "wrong", "own"],
 )
-def test_ray_wants_its_token(token: dict[str, str], said: str, pair: WorkerGroup) -> None:
+def test_ray_wants_its_token(token: dict[str, str], report: str, pair: WorkerGroup) -> None:
     """Whoever gets to the loopback, another user of the machine say, still needs this user's file."""
     command = [sys.executable, "-c", ASKS, ray.get_runtime_context().gcs_address]
     asked = subprocess.run(command, env=os.environ | token, capture_output=True, text=True, timeout=60)
-    assert (asked.returncode, asked.stdout) == ((1, "") if said else (0, "1\n"))
-    assert said in asked.stderr
+    assert (asked.returncode, asked.stdout) == ((1, "") if report else (0, "1\n"))
+    assert report in asked.stderr
 
 
 def test_on_cuda_a_slot_is_a_gpu_of_those_that_ray_has_given(backend: RayBackend) -> None:
@@ -300,8 +302,8 @@ def test_a_dead_worker_is_named_with_its_cause(backend: RayBackend, how: str, ca
 
 
 def test_an_exit_code_is_named() -> None:
-    said = "The actor died.\n\tpid: 7\nWorker exit type: SYSTEM_ERROR Worker exit detail: Worker exits with an exit code 4."
-    assert cause_of_death(said) == "process 7 died: Worker exits with an exit code 4."
+    report = "The actor died.\n\tpid: 7\nWorker exit type: SYSTEM_ERROR Worker exit detail: Worker exits with an exit code 4."
+    assert cause_of_death(report) == "process 7 died: Worker exits with an exit code 4."
     gone = "The actor a1 is unavailable:\n Socket closed"
     assert cause_of_death(gone) == "its process or its node is lost: The actor a1 is unavailable: Socket closed"
 
@@ -371,8 +373,8 @@ def test_a_death_is_named_and_not_who_complains_of_it_first(backend: RayBackend)
 
 
 def test_more_than_there_is_is_refused_with_the_arithmetic(backend: RayBackend) -> None:
-    said = r"pool 'big' needs 6 slots \(tandem_slot\), \[6\] on 1 node\(s\); the nodes of this Ray have \[5\], 5 together"
-    with pytest.raises(ValueError, match=said):
+    report = r"pool 'big' needs 6 slots \(tandem_slot\), \[6\] on 1 node\(s\); the nodes of this Ray have \[5\], 5 together"
+    with pytest.raises(ValueError, match=report):
         backend.start_group("big", ResourcePool((6,), "cpu", "big"), TOY)
     with pytest.raises(ValueError, match=r"\[2, 2\] on 2 node\(s\); the nodes of this Ray have \[5\]"):
         backend.start_group("wide", ResourcePool((2, 2), "cpu", "wide"), TOY)
@@ -395,16 +397,16 @@ def test_a_large_batch_travels_at_the_speed_of_numpy(backend: RayBackend) -> Non
     arrays = [column.numpy() for column in columns.values()]
     assert sum(array.nbytes for array in arrays) == 100 * 2**20
     plain = ray.remote(lambda value: value).options(num_cpus=0)
-    ours, numpys = [], []
+    actual, numpys = [], []
     with started(backend, "mirror", 1) as mirror:
         for _ in range(50):
-            if len(ours) >= 5 and min(ours) < 4 * min(numpys):
+            if len(actual) >= 5 and min(actual) < 4 * min(numpys):
                 break
             begun = time.perf_counter()
             ray.get(plain.remote(arrays))
             middle = time.perf_counter()
             (arrived,) = mirror.call(worker_call(Toy.same, batch)).result()
-            ours.append(time.perf_counter() - middle)
+            actual.append(time.perf_counter() - middle)
             numpys.append(middle - begun)
     assert all(torch.equal(arrived.tokens[name], column) for name, column in columns.items())
-    assert min(ours) < 4 * min(numpys), (ours, numpys)
+    assert min(actual) < 4 * min(numpys), (actual, numpys)

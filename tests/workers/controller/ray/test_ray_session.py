@@ -90,11 +90,11 @@ def test_what_a_killed_run_left_goes_with_the_next(tmp_path: Path) -> None:
 
 def test_only_marked_processes_are_ended() -> None:
     with set_environment({MARK: "one of ours"}):
-        ours = subprocess.Popen(["sleep", "600"])
+        actual = subprocess.Popen(["sleep", "600"])
     with set_environment({MARK: "another run's"}):
         other = subprocess.Popen(["sleep", "600"])
     end_processes(["one of ours"])
-    assert ours.poll() is not None
+    assert actual.poll() is not None
     assert other.poll() is None
     other.kill()
     other.wait()

@@ -1,4 +1,4 @@
-"""Runs in four processes, once: goes on from what two have saved, and cuts tokens and copies. The tests look at what is written.
+"""Runs in four processes, once: resumes what two have saved, and shards tokens and copies. The tests read what is written.
 
 One process is spawned and forks: torch is imported once.
 """
@@ -136,11 +136,11 @@ def attention(rank: int, path: Path, models: dict[str, str]) -> dict[str, float]
         for window in (None, 4):
             whole = [state.clone().requires_grad_() for state in states]
             part = [state[:, :, mine].clone().requires_grad_() for state in states]
-            theirs, _ = attend(*whole, packed_rows=PackedRows.of(lengths, torch.device("cpu")), sliding_window=window)
+            expected, _ = attend(*whole, packed_rows=PackedRows.of(lengths, torch.device("cpu")), sliding_window=window)
             rows = PackedRows.of(lengths, torch.device("cpu"), cut=token_cut)
-            ours, _ = attend(*part, packed_rows=rows, sliding_window=window)
-            theirs.backward(direction)
-            ours.backward(direction[:, mine])
-            pairs = [(ours, theirs[:, mine]), *((p.grad, w.grad[:, :, mine]) for p, w in zip(part, whole, strict=True))]
+            actual, _ = attend(*part, packed_rows=rows, sliding_window=window)
+            expected.backward(direction)
+            actual.backward(direction[:, mine])
+            pairs = [(actual, expected[:, mine]), *((p.grad, w.grad[:, :, mine]) for p, w in zip(part, whole, strict=True))]
             found[f"{kv_heads} {window}"] = max(float((a - b).abs().max()) for a, b in pairs)
     return found

@@ -51,10 +51,10 @@ def test_forward_answers_in_the_order_asked(group: None, models: dict[str, str],
     assert {column.dtype for column in found.tokens.values()} == {torch.float32}
     model = plain_model(models["qwen2"])
     for row, (ids, mask) in enumerate(zip(share.split_rows("input_ids"), share.split_rows("response_mask"), strict=True)):
-        for name, theirs in zip(("log_probs", "entropy"), plain_outputs(model, ids, 0.7), strict=True):
-            ours = found.split_rows(name)[row]
-            assert ours[0] == 0.0
-            torch.testing.assert_close(ours[1:], theirs.detach() * mask[1:], rtol=0, atol=1e-5)
+        for name, expected in zip(("log_probs", "entropy"), plain_outputs(model, ids, 0.7), strict=True):
+            actual = found.split_rows(name)[row]
+            assert actual[0] == 0.0
+            torch.testing.assert_close(actual[1:], expected.detach() * mask[1:], rtol=0, atol=1e-5)
 
 
 def test_the_first_token_of_a_row_has_no_log_prob(group: None, models: dict[str, str]) -> None:
@@ -71,7 +71,7 @@ def test_forward_computes_what_is_asked_alone(group: None, models: dict[str, str
     (share,), (plan,) = cut(batch, 1, max_rows=2)
     found = engine.forward(share, plan, {"log_probs"})
     assert found is not None and found.tokens.keys() == {"log_probs"}
-    with pytest.raises(AssertionError, match="lm head answers"):
+    with pytest.raises(AssertionError, match="lm head has the outputs"):
         engine.forward(share, plan, {"values"})
 
 
@@ -146,7 +146,7 @@ class Poisoned(ToyLoss):
 
 
 class Measured(PolicyLoss):
-    """And the entropy of some tokens beside it."""
+    """Entropy of selected tokens in addition."""
 
     needs = frozenset({"log_probs", "sampled_entropy"})
 
@@ -165,8 +165,8 @@ def test_measuring_the_entropy_changes_no_bit_of_the_gradient(group: None, model
     whole = engine.forward(share, plan, {"entropy"})
     assert whole is not None
     at = batch.tokens["entropy_mask"] & batch.tokens["response_mask"].bool()
-    told = plain_numbers(engine.train_step(share, plan, Measured()))["entropy"]
-    assert told == pytest.approx(float(whole.tokens["entropy"][at].double().mean()), rel=1e-6)
+    reported = plain_numbers(engine.train_step(share, plan, Measured()))["entropy"]
+    assert reported == pytest.approx(float(whole.tokens["entropy"][at].double().mean()), rel=1e-6)
 
 
 def test_a_token_without_weight_takes_no_part(group: None, models: dict[str, str]) -> None:
@@ -200,7 +200,7 @@ def test_what_is_not_finite_is_skipped_and_leaves_no_trace(group: None, models: 
 
 
 def test_one_ranks_broken_row_is_skipped_by_both(two_ranks: tuple[Path, list[dict[str, Any]]]) -> None:
-    """And what both train on afterwards is the same to the bit."""
+    """Further training of both is bitwise identical too."""
     _, ranks = two_ranks
     for kind in ("gradient", "loss alone"):
         one, other = (rank["skipping"][kind] for rank in ranks)
@@ -286,11 +286,11 @@ def test_exported_directory_loads_in_transformers(
     assert all(torch.equal(param, weights[name].to(dtype)) for name, param in found.named_parameters())
     ids = torch.arange(12) % 61
     (share,), (plan,) = cut(toy_batch([12]).with_tokens(input_ids=ids), 1, max_rows=1)
-    ours = engine.forward(share, plan, {"log_probs"})
+    actual = engine.forward(share, plan, {"log_probs"})
     with torch.no_grad():
-        theirs, _ = plain_outputs(found.eval(), ids, 0.7)
-    assert ours is not None
-    difference = (ours.tokens["log_probs"][1:] - theirs) * share.tokens["response_mask"][1:]
+        expected, _ = plain_outputs(found.eval(), ids, 0.7)
+    assert actual is not None
+    difference = (actual.tokens["log_probs"][1:] - expected) * share.tokens["response_mask"][1:]
     assert difference.abs().max() < (1e-5 if dtype == torch.float32 else 0.1)
 
 

@@ -19,7 +19,7 @@ def assert_same_bits(some: dict[str, Tensor], others: dict[str, Tensor]) -> None
 
 
 @pytest.mark.parametrize("schedule", ["constant", "cosine"])
-def test_continue_on_one_rank_to_the_bit(group: None, models: dict[str, str], tmp_path: Path, schedule: Any) -> None:
+def test_resume_on_one_rank_is_bitwise_identical(group: None, models: dict[str, str], tmp_path: Path, schedule: Any) -> None:
     fields = {name: getattr(ADAMW, name) for name in ADAMW.__slots__} | {"schedule": schedule, "warmup_steps": 3}
     engine, resumed = (toy_engine(models["qwen3"], optimizer=type(ADAMW)(**fields)) for _ in range(2))
     train(engine, range(2))
@@ -53,7 +53,7 @@ def test_the_moving_average_is_saved_resumed_and_offloaded(group: None, models: 
         resumed.load(str(tmp_path / "without"))
 
 
-def test_continue_on_two_ranks_to_the_bit(two_ranks: tuple[Path, list[dict[str, Any]]]) -> None:
+def test_resume_on_two_ranks_is_bitwise_identical(two_ranks: tuple[Path, list[dict[str, Any]]]) -> None:
     for rank in two_ranks[1]:
         for kind in ("metrics", "shards"):
             uninterrupted, *others = rank["checkpoint"][kind]

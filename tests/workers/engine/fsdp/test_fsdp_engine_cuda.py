@@ -49,8 +49,8 @@ def test_gradients_and_log_probs_are_those_of_the_cpu(
     assert distance(gradients(gpu, share, plan, ToyLoss()), gradients(exact, share, plan, ToyLoss())) < bound
     found = [engine.forward(share, plan, {"log_probs", "entropy"}) for engine in (exact, gpu)]
     for name in ("log_probs", "entropy"):
-        ours, theirs = (batch.tokens[name] for batch in found if batch is not None)
-        assert (ours - theirs).abs().max() < 5 * bound
+        actual, expected = (batch.tokens[name] for batch in found if batch is not None)
+        assert (actual - expected).abs().max() < 5 * bound
     assert bool(calls) == (dtype == "bfloat16"), "one kernel for all rows, where it can"
 
 
@@ -74,7 +74,7 @@ def test_experts(models: dict[str, str], dtype: str, bound: float) -> None:
     assert torch.isfinite(train(gpu, range(2))["grad_norm"]).all()
 
 
-def test_what_moves_away_gives_its_memory_and_comes_back_to_the_bit(models: dict[str, str]) -> None:
+def test_offloading_frees_memory_and_restores_bitwise(models: dict[str, str]) -> None:
     engine = toy_engine(models["qwen2"], **MIXED)
     train(engine, range(2))
     before, taken = shards(engine), torch.cuda.memory_allocated()
@@ -85,7 +85,7 @@ def test_what_moves_away_gives_its_memory_and_comes_back_to_the_bit(models: dict
     assert all(torch.equal(tensor, before[name]) for name, tensor in shards(engine).items())
 
 
-def test_offloaded_and_resumed_is_the_same_to_the_bit(models: dict[str, str], tmp_path: Path) -> None:
+def test_offloaded_and_resumed_is_bitwise_identical(models: dict[str, str], tmp_path: Path) -> None:
     engine, offloaded = toy_engine(models["qwen2"], **MIXED), toy_engine(models["qwen2"], optimizer_offload=True, **MIXED)
     train(engine, range(2))
     engine.save(str(tmp_path / "checkpoint"))
@@ -96,8 +96,8 @@ def test_offloaded_and_resumed_is_the_same_to_the_bit(models: dict[str, str], tm
     assert all(torch.equal(weight, weights[name]) for name, weight in exported(engine).items())
 
 
-def test_kernels_that_repeat_themselves_give_the_same_gradients_to_the_bit(models: dict[str, str]) -> None:
-    """Long rows: there FlashAttention adds up from several blocks, in whatever order they come unless it is told."""
+def test_deterministic_kernels_give_bitwise_identical_gradients(models: dict[str, str]) -> None:
+    """Long rows: there FlashAttention adds up from several blocks, in arbitrary order without deterministic kernels."""
     (share,), (plan,) = cut(toy_batch([1000] * 8), 1, max_tokens=8000)
     engine = toy_engine(models["qwen2"], **MIXED)
     with deterministic_kernels() as kernels:
@@ -106,7 +106,7 @@ def test_kernels_that_repeat_themselves_give_the_same_gradients_to_the_bit(model
     assert kernels == set()
 
 
-def test_an_adapter_in_float32_beside_a_base_in_bfloat16(models: dict[str, str]) -> None:
+def test_a_float32_adapter_on_a_bfloat16_base(models: dict[str, str]) -> None:
     """Both rest on the host between steps, as the optimizer does: the same bits as on the device."""
     lora: dict[str, Any] = {"lora_rank": 3, "lora_alpha": 6.0}
     here, there = (

@@ -103,9 +103,9 @@ def test_answers(four_ranks: FourRanks, models: dict[str, str], group: None, nam
         for ids, mask, log_probs, entropy in zip(*columns, strict=True):
             with torch.no_grad():
                 wanted = plain_outputs(model, ids, 0.7)
-            for ours, theirs in zip((log_probs, entropy), wanted, strict=True):
-                assert ours[0] == 0.0
-                torch.testing.assert_close(ours[1:], theirs * mask[1:], rtol=0, atol=1e-5)
+            for actual, expected in zip((log_probs, entropy), wanted, strict=True):
+                assert actual[0] == 0.0
+                torch.testing.assert_close(actual[1:], expected * mask[1:], rtol=0, atol=1e-5)
 
 
 def test_fewer_rows_than_shares(four_ranks: FourRanks) -> None:
@@ -137,7 +137,7 @@ def test_a_loss_that_is_broken_in_one_copy_is_skipped_by_all(four_ranks: FourRan
 def test_two_ranks_checkpoint_on_four(
     two_ranks: FourRanks, four_ranks: FourRanks, models: dict[str, str], group: None, name: str
 ) -> None:
-    """And what four save, one goes on from: each time as if nothing had happened."""
+    """One rank resumes what four have saved, equal to an uninterrupted run."""
     before, (path, ranks) = two_ranks[1][0]["checkpoint"], four_ranks
     found = ranks[0]["from_two_ranks"][name]
     assert_same_bits(found["loaded"], before["saved"])

@@ -75,5 +75,5 @@ def test_training(
         for ids, mask, log_probs, entropy in zip(*columns, strict=True):
             with torch.no_grad():
                 wanted = plain_outputs(model, ids, 0.7)
-            for ours, theirs in zip((log_probs, entropy), wanted, strict=True):
-                assert ((ours[1:] - theirs).abs() * mask[1:]).max() <= bound
+            for actual, expected in zip((log_probs, entropy), wanted, strict=True):
+                assert ((actual[1:] - expected).abs() * mask[1:]).max() <= bound

@@ -105,10 +105,10 @@ def test_the_auxiliary_loss_is_that_of_each_micro_batch_by_its_share_of_tokens(
             name: wanted[name] if param.grad is None else wanted[name] + param.grad for name, param in model.named_parameters()
         }
     assert distance(gradients(engine, share, plan, ToyLoss()), wanted) <= 1e-6
-    told = plain_numbers(engine.accumulate(share, plan, ToyLoss()))
+    reported = plain_numbers(engine.accumulate(share, plan, ToyLoss()))
     engine.move(grads="cpu")
-    assert told["moe_aux_loss"] == pytest.approx(whole, rel=1e-6)
-    assert 1.0 <= told["moe_load_max_over_mean"] <= 4.0 and 0.0 <= told["moe_dead_experts"] < 1.0
+    assert reported["moe_aux_loss"] == pytest.approx(whole, rel=1e-6)
+    assert 1.0 <= reported["moe_load_max_over_mean"] <= 4.0 and 0.0 <= reported["moe_dead_experts"] < 1.0
     off = toy_engine(models["experts"], enable_gradient_checkpointing=recompute)
     assert distance(gradients(off, share, plan, ToyLoss()), plain_gradients(model, batch)) <= 1e-6
     assert plain_numbers(off.accumulate(share, plan, ToyLoss()))["moe_aux_loss"] == pytest.approx(whole, rel=1e-6)
@@ -126,26 +126,26 @@ def test_tokens_cut_over_ranks_are_balanced_as_one(group: None, two_ranks: TwoRa
     engine = toy_engine(models["experts"], router_aux_loss_coef=0.5)
     (share,), (plan,) = cut(training_batch(0), 1, max_tokens=80)
     wanted = gradients(engine, share, plan, ToyLoss())
-    told = {
+    reported = {
         name: value for name, value in plain_numbers(engine.accumulate(share, plan, ToyLoss())).items() if name.startswith("moe_")
     }
     for rank in two_ranks[1]:
         assert distance(rank["experts"]["ulysses"], wanted) <= 1e-6
         metrics = rank["experts"]["ulysses metrics"]
-        assert {name: metrics[name] for name in told} == pytest.approx(told, rel=1e-6)
+        assert {name: metrics[name] for name in reported} == pytest.approx(reported, rel=1e-6)
 
 
 def test_the_load_is_that_of_all_ranks(group: None, two_ranks: TwoRanks, models: dict[str, str]) -> None:
     engine = toy_engine(models["experts"])
     (share,), (plan,) = cut(invariance_batch("token-mean", torch.float32), 1, max_tokens=400)
-    told = plain_numbers(engine.accumulate(share, plan, ToyLoss()))
+    reported = plain_numbers(engine.accumulate(share, plan, ToyLoss()))
     engine.move(grads="cpu")
     for rank in two_ranks[1]:
         for name in ("moe_load_max_over_mean", "moe_dead_experts"):
-            assert rank["experts"]["balance"][name] == told[name]
+            assert rank["experts"]["balance"][name] == reported[name]
 
 
-def test_a_micro_batch_of_nobody_chooses_no_expert(group: None, models: dict[str, str]) -> None:
+def test_an_empty_micro_batch_chooses_no_expert(group: None, models: dict[str, str]) -> None:
     """A rank runs as many as the others, and a dummy row where it has none left."""
     engine = toy_engine(models["experts"], router_aux_loss_coef=0.5)
     (share,), (plan,) = cut(training_batch(0), 1, max_tokens=80)
@@ -172,7 +172,7 @@ def test_a_file_has_each_expert_by_itself(group: None, models: dict[str, str], t
     assert_same_bits(dict(read.named_parameters()), exported(engine))
 
 
-def test_two_ranks_go_on_as_one(group: None, two_ranks: TwoRanks, models: dict[str, str]) -> None:
+def test_two_ranks_continue_as_one(group: None, two_ranks: TwoRanks, models: dict[str, str]) -> None:
     path, (found, _) = two_ranks
     engine = toy_engine(models["experts"])
     engine.load(str(path / "experts"))
@@ -182,7 +182,7 @@ def test_two_ranks_go_on_as_one(group: None, two_ranks: TwoRanks, models: dict[s
     )
 
 
-def test_resumed_to_the_bit(group: None, models: dict[str, str], tmp_path: Path) -> None:
+def test_resumed_bitwise(group: None, models: dict[str, str], tmp_path: Path) -> None:
     engine = toy_engine(models["experts"])
     train(engine, range(1))
     engine.save(str(tmp_path / "saved")).result()

@@ -92,7 +92,7 @@ def test_an_offloaded_state_is_copied_too(group: None, models: dict[str, str], t
 def test_without_memory_for_the_copies_training_waits(
     group: None, models: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And is told why; the next save is in the background again."""
+    """And is reason why; the next save is in the background again."""
     engine = toy_engine(models["qwen2"])
     train(engine, range(1))
     with monkeypatch.context() as short:
@@ -101,8 +101,9 @@ def test_without_memory_for_the_copies_training_waits(
         short.setattr(Shard, "bytes", 200_000_000)
         saving = engine.save(str(tmp_path / "short"), background=True)
         assert saving.done()
-    told = f"copies of 0.2 GB on {socket.gethostname()}: the machine's memory has room for 0.1 GB, beside 10% that stay free"
-    assert saving.result().waited_for == told
+    reason = f"copies of 0.2 GB on {socket.gethostname()}: the machine's memory has room for 0.1 GB"
+    reason += ", in addition to 10% that stay free"
+    assert saving.result().waited_for == reason
     again = engine.save(str(tmp_path / "again"), background=True).result()
     assert again.waited_for is None and again.seconds > 0
     assert contents(tmp_path / "short") == contents(tmp_path / "again")
@@ -111,7 +112,7 @@ def test_without_memory_for_the_copies_training_waits(
 def test_a_shard_of_several_files_is_read_by_other_ranks_too(
     group: None, models: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each file whole tensors, at most FILE bytes of them; torch's reader and ours put them together."""
+    """Each file whole tensors, at most FILE bytes of them; torch's reader and this project's assemble them."""
     engine, other = (toy_engine(models["qwen2"]) for _ in range(2))
     train(engine, range(2))
     monkeypatch.setattr("workers.engine.hf.checkpoint.FILE", 20_000)

@@ -72,21 +72,21 @@ def test_a_new_adapter_is_the_base_and_a_trained_one_is_pefts(
     assert (log_probs(engine, batch) - begin).abs().max() < 1e-5
     train(engine, range(3))
     assert (log_probs(engine, batch, adapter=False) - begin).abs().max() < 1e-5, "the reference"
-    theirs = PeftModel.from_pretrained(base, saved_adapter(engine, tmp_path)).eval()
-    assert (log_probs(engine, batch) - plain_log_probs(theirs, batch)).abs().max() < 1e-5
+    expected = PeftModel.from_pretrained(base, saved_adapter(engine, tmp_path)).eval()
+    assert (log_probs(engine, batch) - plain_log_probs(expected, batch)).abs().max() < 1e-5
     assert (log_probs(engine, batch) - begin).abs().max() > 1e-3
 
 
-def test_merged_weights_are_pefts_to_the_bit(group: None, models: dict[str, str], tmp_path: Path) -> None:
+def test_merged_weights_equal_pefts_bitwise(group: None, models: dict[str, str], tmp_path: Path) -> None:
     engine = lora_engine(models["qwen2"])
     before = exported(engine)
     train(engine, range(2))
     base = {name: weight.clone() for name, weight in engine.export_weights(kind="full")}
     plain = AutoModelForCausalLM.from_pretrained(models["qwen2"])
-    theirs = PeftModel.from_pretrained(plain, saved_adapter(engine, tmp_path)).merge_and_unload()
+    expected = PeftModel.from_pretrained(plain, saved_adapter(engine, tmp_path)).merge_and_unload()
     merged = exported(engine)
-    assert all(torch.equal(weight, theirs.get_parameter(name)) for name, weight in merged.items())
-    assert base.keys() == merged.keys() == dict(theirs.named_parameters()).keys()
+    assert all(torch.equal(weight, expected.get_parameter(name)) for name, weight in merged.items())
+    assert base.keys() == merged.keys() == dict(expected.named_parameters()).keys()
     changed = {name for name in merged if not torch.equal(merged[name], base[name])}
     assert changed == {name for name in merged if name.endswith("_proj.weight")}
     assert all(torch.equal(base[name], before[name]) for name in base), "nothing is added in place"
@@ -109,15 +109,15 @@ def test_merged_in_float32_before_it_is_cast(group: None, models: dict[str, str]
 def test_gradients_are_pefts(group: None, models: dict[str, str], tmp_path: Path) -> None:
     engine = lora_engine(models["qwen2"])
     train(engine, range(2))
-    theirs = PeftModel.from_pretrained(plain_model(models["qwen2"]), saved_adapter(engine, tmp_path), is_trainable=True).eval()
+    expected = PeftModel.from_pretrained(plain_model(models["qwen2"]), saved_adapter(engine, tmp_path), is_trainable=True).eval()
     batch = toy_batch(LENGTHS)
-    plain_loss(theirs, batch)
+    plain_loss(expected, batch)
     (share,), (plan,) = cut(batch, 1, max_rows=2)
     engine.accumulate(share, plan, ToyLoss())
     assert engine._adapter is not None
-    ours = {name: full(weight.grad).clone() for name, weight in engine._adapter.own.items() if weight.grad is not None}
-    wanted = {name.replace(".default.", "."): p.grad for name, p in theirs.named_parameters() if p.grad is not None}
-    assert len(ours) == 28 and distance(ours, wanted) < 1e-6
+    actual = {name: full(weight.grad).clone() for name, weight in engine._adapter.own.items() if weight.grad is not None}
+    wanted = {name.replace(".default.", "."): p.grad for name, p in expected.named_parameters() if p.grad is not None}
+    assert len(actual) == 28 and distance(actual, wanted) < 1e-6
     assert all((param.grad is None) == (".lora_" not in name) for name, param in engine._params.items())
 
 
@@ -184,9 +184,7 @@ def test_an_adapter_is_drawn_from_its_seed_alone(group: None, models: dict[str, 
 
 
 @pytest.mark.parametrize("head", ["lm", "value"])
-def test_a_checkpoint_is_of_the_adapter_alone_and_resumes_to_the_bit(
-    group: None, models: dict[str, str], tmp_path: Path, head: str
-) -> None:
+def test_adapter_checkpoint_resumes_bitwise(group: None, models: dict[str, str], tmp_path: Path, head: str) -> None:
     loss = ToyLoss() if head == "lm" else ValueLoss()
     engine = lora_engine(models["qwen2"], head)
     train(engine, range(2), loss)
@@ -203,7 +201,7 @@ def test_a_checkpoint_is_of_the_adapter_alone_and_resumes_to_the_bit(
 
 
 @pytest.mark.parametrize(
-    ("saved", "loaded", "told"),
+    ("saved", "loaded", "reported"),
     [
         ({"lora_rank": 2}, {}, r"lora_A.weight is \(2, 32\) there and \(3, 32\) in this model"),
         (
@@ -218,10 +216,10 @@ def test_a_checkpoint_is_of_the_adapter_alone_and_resumes_to_the_bit(
     ids=["rank", "fewer", "more", "full", "adapter"],
 )
 def test_a_checkpoint_of_another_model_is_refused(
-    group: None, models: dict[str, str], tmp_path: Path, saved: dict[str, Any], loaded: dict[str, Any], told: str
+    group: None, models: dict[str, str], tmp_path: Path, saved: dict[str, Any], loaded: dict[str, Any], reported: str
 ) -> None:
     lora_engine(models["qwen2"], **saved).save(str(tmp_path))
-    with pytest.raises(ValueError, match=told) as raised:
+    with pytest.raises(ValueError, match=reported) as raised:
         lora_engine(models["qwen2"], **loaded).load(str(tmp_path))
     assert "\n" not in str(raised.value)
 
@@ -237,7 +235,7 @@ def test_an_engine_begins_with_an_adapter_from_disk(group: None, models: dict[st
     assert all(torch.equal(weight, merged[name]) for name, weight in exported(begun).items())
 
 
-def test_a_critic_trains_its_head_beside_the_adapter(group: None, models: dict[str, str], tmp_path: Path) -> None:
+def test_a_critic_trains_its_head_and_the_adapter(group: None, models: dict[str, str], tmp_path: Path) -> None:
     engine = lora_engine(models["qwen2"], "value", dtype="bfloat16", model_dtype="bfloat16")
     head = {name: weight for name, weight in adapter_of(engine).items() if ".lora_" not in name}
     assert head.keys() == {"base_model.model.score.weight", "base_model.model.score.bias"}
@@ -247,8 +245,8 @@ def test_a_critic_trains_its_head_beside_the_adapter(group: None, models: dict[s
     assert all(weight.dtype == torch.float32 and weight.any() for weight in trained.values())
     folder = saved_adapter(engine, tmp_path)
     base = AutoModelForTokenClassification.from_pretrained(models["qwen2"], num_labels=1)
-    theirs = PeftModel.from_pretrained(base, folder).merge_and_unload()
-    assert torch.equal(theirs.score.weight, trained["base_model.model.score.weight"])
+    expected = PeftModel.from_pretrained(base, folder).merge_and_unload()
+    assert torch.equal(expected.score.weight, trained["base_model.model.score.weight"])
     again = toy_engine(models["qwen2"], "value", lora_adapter_path=folder)
     assert all(torch.equal(weight, trained[name]) for name, weight in adapter_of(again).items())
 
@@ -275,11 +273,11 @@ def test_two_ranks_train_the_adapter_that_one_does(
         "adapter": lambda: adapter_of(engine),
     }
     for rank in two_ranks[1]:
-        theirs = rank["lora"]
-        assert torch.allclose(theirs["grad_norm"], found["grad_norm"], rtol=1e-5)
+        expected = rank["lora"]
+        assert torch.allclose(expected["grad_norm"], found["grad_norm"], rtol=1e-5)
         for kind, weights in mine.items():
-            assert distance(theirs[kind], weights()) < 1e-5, kind
-        assert all(torch.equal(weight, two_ranks[1][0]["lora"]["resumed"][name]) for name, weight in theirs["adapter"].items())
+            assert distance(expected[kind], weights()) < 1e-5, kind
+        assert all(torch.equal(weight, two_ranks[1][0]["lora"]["resumed"][name]) for name, weight in expected["adapter"].items())
 
 
 def test_an_adapter_over_cut_tokens(two_ranks: tuple[Path, list[dict[str, Any]]], models: dict[str, str], group: None) -> None:

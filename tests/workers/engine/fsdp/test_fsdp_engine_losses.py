@@ -31,7 +31,7 @@ def loss_of(loss_mode: str, **correction: object) -> ActorLoss:
         actor_rollout_ref=replace(models, actor=actor),
         algorithm=replace(algorithm, rollout_correction=correction),
     )
-    return ActorLoss(ActorLossConfig.of(config, own_old_log_probs=False))
+    return ActorLoss(ActorLossConfig.of(config, old_log_probs_from_update=False))
 
 
 def batch_for(engine: FSDPEngine, mode: AggMode, loss: ActorLoss) -> Batch:
@@ -48,7 +48,7 @@ def batch_for(engine: FSDPEngine, mode: AggMode, loss: ActorLoss) -> Batch:
         ref_all_log_probs=shifted.log_softmax(-1),
         is_weights=noise.exp().clamp(max=1.2),
     )
-    if loss.wants_preparation:
+    if loss.needs_preparation:
         batch, _ = loss.prepare(batch, torch.Generator().manual_seed(1))
     return batch.with_tokens(loss_weight=token_weights(mode, batch.tokens["response_mask"], batch.lengths, NORM_LENGTH))
 

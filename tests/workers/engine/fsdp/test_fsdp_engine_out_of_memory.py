@@ -55,9 +55,9 @@ def test_memory_is_given_back_before_the_step_is_tried_again(group: None, models
             seen.append(weakref.ref(outputs["log_probs"]))
             torch.empty(TOO_MUCH, dtype=torch.uint8)
 
-    with pytest.raises(RepeatableOutOfMemory) as told:
+    with pytest.raises(RepeatableOutOfMemory) as reported:
         engine.train_step(share, plan, Watched())
-    assert seen[0]() is None and told.value is not None
+    assert seen[0]() is None and reported.value is not None
 
 
 def test_the_gradient_is_the_same_in_halves(group: None, models: dict[str, str]) -> None:
@@ -67,10 +67,12 @@ def test_the_gradient_is_the_same_in_halves(group: None, models: dict[str, str])
 
 
 def test_what_counts_as_out_of_memory() -> None:
-    with pytest.raises(RuntimeError) as told:
+    with pytest.raises(RuntimeError) as reported:
         torch.empty(TOO_MUCH, dtype=torch.uint8)
-    assert is_out_of_memory(told.value) and is_out_of_memory(MemoryError()) and is_out_of_memory(torch.OutOfMemoryError("CUDA"))
-    assert not is_out_of_memory(RuntimeError("shapes do not match")) and not is_out_of_memory(OutOfMemory("told already"))
+    assert (
+        is_out_of_memory(reported.value) and is_out_of_memory(MemoryError()) and is_out_of_memory(torch.OutOfMemoryError("CUDA"))
+    )
+    assert not is_out_of_memory(RuntimeError("shapes do not match")) and not is_out_of_memory(OutOfMemory("reported already"))
 
 
 def test_another_error_of_a_step_is_itself(group: None, models: dict[str, str]) -> None:
@@ -79,6 +81,6 @@ def test_another_error_of_a_step_is_itself(group: None, models: dict[str, str]) 
             raise RuntimeError("shapes do not match")
 
     (share,), (plan,) = cut(toy_batch(LENGTHS), max_tokens=40)
-    with pytest.raises(RuntimeError, match="shapes do not match") as told:
+    with pytest.raises(RuntimeError, match="shapes do not match") as reported:
         toy_engine(models["qwen2"]).train_step(share, plan, Wrong())
-    assert type(told.value) is RuntimeError
+    assert type(reported.value) is RuntimeError

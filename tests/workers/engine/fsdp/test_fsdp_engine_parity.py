@@ -34,15 +34,15 @@ def plain_training(path: str, steps: int) -> tuple[dict[str, Tensor], dict[str, 
     return metrics, {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
-def assert_equal_training(ours: tuple[dict[str, Tensor], dict[str, Tensor]], path: str) -> None:
+def assert_equal_training(actual: tuple[dict[str, Tensor], dict[str, Tensor]], path: str) -> None:
     """Loss, gradient norm and parameters within 1e-5."""
     metrics, weights = plain_training(path, 5)
     for name, values in metrics.items():
-        torch.testing.assert_close(ours[0][name], values, rtol=1e-5, atol=1e-5)
-    assert ours[0]["grad_norm"].min() > ADAMW.clip_grad, "clipping must have been at work"
-    assert ours[1].keys() == weights.keys()
+        torch.testing.assert_close(actual[0][name], values, rtol=1e-5, atol=1e-5)
+    assert actual[0]["grad_norm"].min() > ADAMW.clip_grad, "clipping must have been at work"
+    assert actual[1].keys() == weights.keys()
     for name, weight in weights.items():
-        torch.testing.assert_close(ours[1][name], weight, rtol=0, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(actual[1][name], weight, rtol=0, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}")
 
 
 @pytest.mark.parametrize("architecture", ["qwen2", "qwen3", "llama"])

@@ -65,7 +65,7 @@ def test_gradients_of_pairs_over_two_ranks(
     assert {name: value for name, value in apart.items() if not value <= BOUNDS[dtype]} == {} and len(apart) == 6
 
 
-def test_the_head_learns_as_a_whole_beside_an_adapter(group: None, models: dict[str, str]) -> None:
+def test_the_complete_head_learns_with_an_adapter(group: None, models: dict[str, str]) -> None:
     engine = toy_engine(models["qwen2"], "reward", lora_rank=4)
     (share,), (plan,) = pair_cuts(pair_batch(), 1)["by tokens"]
     before = {name: weight.clone() for name, weight in engine.export_weights(kind="adapter")}

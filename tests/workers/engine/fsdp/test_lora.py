@@ -1,4 +1,4 @@
-"""Which adapters a model can have, and what is said of those that it cannot. No process group, no weights."""
+"""Which adapters a model can have, and the errors for those that it cannot. No process group, no weights."""
 
 import json
 from pathlib import Path
@@ -53,7 +53,7 @@ def test_modules_by_name_and_by_pattern(models: dict[str, str], head: Any, modul
 
 
 @pytest.mark.parametrize(
-    ("modules", "told"),
+    ("modules", "reported"),
     [
         (["q_proj", "qq_proj"], "qq_proj is no layer in the body of"),
         (["lm_head"], "lm_head is no layer in the body of"),
@@ -63,10 +63,10 @@ def test_modules_by_name_and_by_pattern(models: dict[str, str], head: Any, modul
         ("(q_proj", "no pattern: missing )"),
     ],
 )
-def test_modules_that_there_are_not(models: dict[str, str], modules: Any, told: str) -> None:
+def test_modules_that_there_are_not(models: dict[str, str], modules: Any, reported: str) -> None:
     line = complaint(model_config(models["qwen2"], lora_rank=2, target_modules=modules))
-    assert told in line
-    assert "no pattern" in told or line.endswith(f"linear layers there are {', '.join(sorted(ALL))}")
+    assert reported in line
+    assert "no pattern" in reported or line.endswith(f"linear layers there are {', '.join(sorted(ALL))}")
     with pytest.raises(ValueError, match=r"^actor_rollout_ref.actor: model.target_modules"):
         check_adapter("actor_rollout_ref.actor", model_config(models["qwen2"], lora_rank=2, target_modules=modules), "lm")
 
@@ -86,7 +86,7 @@ def test_an_adapter_of_another_rank(models: dict[str, str], adapter: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("fields", "told"),
+    ("fields", "reported"),
     [
         ({"use_dora": True}, "use_dora in adapter_config.json: that is more than LoRA"),
         ({"rank_pattern": {"q_proj": 2}}, "rank_pattern in adapter_config.json"),
@@ -95,16 +95,16 @@ def test_an_adapter_of_another_rank(models: dict[str, str], adapter: Path) -> No
         ({"target_modules": ["lm_head"]}, "lm_head is no linear layer in the body of this model"),
     ],
 )
-def test_an_adapter_that_is_more_than_lora(models: dict[str, str], tmp_path: Path, fields: dict[str, Any], told: str) -> None:
+def test_an_adapter_that_is_more_than_lora(models: dict[str, str], tmp_path: Path, fields: dict[str, Any], reported: str) -> None:
     folder = save_adapter(models["qwen2"], tmp_path / "adapter", **fields)
-    assert told in complaint(model_config(models["qwen2"], lora_adapter_path=str(folder)))
+    assert reported in complaint(model_config(models["qwen2"], lora_adapter_path=str(folder)))
 
 
 @pytest.mark.parametrize("spoilt", ["missing", "unexpected", "shape", "kind", "no weights"])
 def test_an_adapter_that_does_not_fit(models: dict[str, str], adapter: Path, spoilt: str) -> None:
     file, config = adapter / "adapter_model.safetensors", adapter / "adapter_config.json"
     weights, name = load_file(file), "base_model.model.model.layers.1.self_attn.v_proj.lora_B.weight"
-    told = {
+    reported = {
         "missing": f"1 weights are not there, such as {name}",
         "unexpected": "1 weights fit nowhere in this model, such as base_model.model.more",
         "shape": f"{name} is (16, 5) there and (16, 4) in this model",
@@ -121,13 +121,14 @@ def test_an_adapter_that_does_not_fit(models: dict[str, str], adapter: Path, spo
         config.write_text(json.dumps(json.loads(config.read_text()) | {"peft_type": "LOHA"}))
     save_file({} if spoilt == "no weights" else weights, file)
     assert (
-        complaint(model_config(models["qwen2"], lora_adapter_path=str(adapter))) == f"model.lora_adapter_path {adapter}: {told}"
+        complaint(model_config(models["qwen2"], lora_adapter_path=str(adapter)))
+        == f"model.lora_adapter_path {adapter}: {reported}"
     )
 
 
 @pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors"])
 def test_nothing_but_two_files_is_read(models: dict[str, str], adapter: Path, name: str) -> None:
-    """A pickle with weights beside is left alone."""
+    """A pickle next to the weights is ignored."""
     (adapter / name).unlink()
     (adapter / "adapter_model.bin").write_bytes(malicious_pickle(adapter / "harmed"))
     line = complaint(model_config(models["qwen2"], lora_adapter_path=str(adapter)))
@@ -137,7 +138,7 @@ def test_nothing_but_two_files_is_read(models: dict[str, str], adapter: Path, na
 
 @torch.no_grad()
 def test_an_adapter_is_merged_in_float32_whatever_its_base_is_in(models: dict[str, str], tmp_path: Path) -> None:
-    """In bfloat16, which peft gives it beside such a base, its numbers would be rounded twice more."""
+    """In bfloat16, which peft uses for such a base, its numbers would be rounded twice more."""
     path = save_adapter(models["qwen2"], tmp_path / "adapter", init_lora_weights=False)
     hf = AutoModelForCausalLM.from_pretrained(models["qwen2"], dtype=torch.bfloat16)
     name, own = "model.layers.0.self_attn.q_proj", load_file(path / "adapter_model.safetensors")

@@ -103,20 +103,22 @@ def test_packed_equals_single(models: dict[str, str], architecture: str) -> None
         losses[1] = losses[1] + their_log_probs.sum() + their_entropy.square().sum()
     for loss in losses:
         loss.backward()
-    theirs = dict(plain.named_parameters())
+    expected = dict(plain.named_parameters())
     for name, parameter in model.hf.named_parameters():
-        torch.testing.assert_close(parameter.grad, theirs[name].grad, rtol=1e-4, atol=1e-4 * float(theirs[name].grad.abs().max()))
+        torch.testing.assert_close(
+            parameter.grad, expected[name].grad, rtol=1e-4, atol=1e-4 * float(expected[name].grad.abs().max())
+        )
 
 
 def test_sliding_window_is_honoured(tmp_path: Path) -> None:
     layers = ["full_attention", "sliding_attention"]
     path = save_tiny_model(tmp_path, "qwen2", use_sliding_window=True, sliding_window=4, max_window_layers=1, layer_types=layers)
     batch = toy_batch(LENGTHS)
-    ours, plain = run(load(path), batch)["log_probs"].split(LENGTHS), plain_model(path)
+    actual, plain = run(load(path), batch)["log_probs"].split(LENGTHS), plain_model(path)
     wide = load(path, override_config={"layer_types": ["full_attention"] * 2})
-    for ids, log_probs in zip(batch.split_rows("input_ids"), ours, strict=True):
+    for ids, log_probs in zip(batch.split_rows("input_ids"), actual, strict=True):
         torch.testing.assert_close(log_probs[1:], plain_outputs(plain, ids, 1.0)[0], rtol=0, atol=1e-5)
-    assert (run(wide, batch)["log_probs"] - torch.cat(ours)).abs().max() > 1e-3
+    assert (run(wide, batch)["log_probs"] - torch.cat(actual)).abs().max() > 1e-3
 
 
 def test_no_row_sees_another(models: dict[str, str]) -> None:
@@ -265,9 +267,9 @@ def test_a_models_own_code_does_not_run_unasked(tmp_path: Path) -> None:
     path = foreign_model(tmp_path / "model")
     with pytest.raises(
         ValueError, match=r"comes with code of its own, which is not run unless model\.trust_remote_code=true"
-    ) as told:
+    ) as reported:
         model_config(spec(path), "lm")
-    assert "\n" not in str(told.value) and not (tmp_path / "model/trace").exists()
+    assert "\n" not in str(reported.value) and not (tmp_path / "model/trace").exists()
     with pytest.raises(ValueError, match="comes with code of its own"):
         load_tokenizer(spec(path))
     with pytest.raises(RuntimeError, match="it ran"):
@@ -287,7 +289,7 @@ def test_the_norm_in_one_kernel_is_transformers_own(name: str) -> None:
     torch.testing.assert_close(fused, norm(hidden), rtol=1e-5, atol=1e-6)
 
 
-def test_every_norm_of_a_model_is_told_to(models: dict[str, str]) -> None:
+def test_every_norm_of_a_model_is_fused(models: dict[str, str]) -> None:
     model = spec(models["qwen3"])
     hf = empty_model(model, model_config(model, "lm"), "lm", torch.float32).hf
     norms = [module for module in hf.modules() if type(module).__name__ in PLAIN_RMS_NORMS]

@@ -13,14 +13,14 @@ from workers.metric import Metrics, join_metrics, plain_numbers
 
 def test_the_loss_and_its_gradient_are_those_of_transformers() -> None:
     logits = [torch.randn(37, 8, generator=torch.Generator().manual_seed(layer)) for layer in range(3)]
-    mine, theirs = ([layer.clone().requires_grad_() for layer in logits] for _ in range(2))
+    mine, expected = ([layer.clone().requires_grad_() for layer in logits] for _ in range(2))
     load, probabilities = measure(mine, 2)
     loss = balance_loss(load, probabilities, 37)
-    wanted = load_balancing_loss_func(tuple(theirs), num_experts=8, top_k=2)
+    wanted = load_balancing_loss_func(tuple(expected), num_experts=8, top_k=2)
     torch.testing.assert_close(loss, wanted)
     loss.backward()
     wanted.backward()
-    for layer, other in zip(mine, theirs, strict=True):
+    for layer, other in zip(mine, expected, strict=True):
         torch.testing.assert_close(layer.grad, other.grad)
 
 
@@ -30,13 +30,13 @@ def test_by_hand(tmp_path: Path) -> None:
     chosen = [([0], [1]), ([0, 0, 0], [1, 2, 2]), ([3], [3])]
     with one_rank(tmp_path):
         balance = LoadBalance(0.5, 1, 4, torch.device("cpu"))
-        added, told = 0.0, list[Metrics]()
+        added, reported = 0.0, list[Metrics]()
         for layers in chosen:
             load, probabilities = measure([20.0 * torch.eye(4)[layer] for layer in layers], 1)
             more, metrics = balance.take(load, probabilities, real=layers != ([3], [3]))
             added += float(more)
-            told.append(metrics)
-        numbers = plain_numbers(join_metrics([*told, balance.metrics()]))
+            reported.append(metrics)
+        numbers = plain_numbers(join_metrics([*reported, balance.metrics()]))
     # E * sum of shares squared, the probabilities being 0 or 1: 4 * (1/4 + 1/4), then 4 * (9 + 1 + 4) / 36.
     losses = [2.0, 14 / 9]
     assert added == pytest.approx(0.5 * (losses[0] + 3 * losses[1]) / 4)

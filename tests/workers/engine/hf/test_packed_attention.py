@@ -35,13 +35,13 @@ def plain(q: Tensor, k: Tensor, v: Tensor, lengths: list[int], window: int | Non
 def test_equals_the_plain_formula_row_by_row(lengths: list[int], window: int | None) -> None:
     q, k, v = states(sum(lengths))
     rows = PackedRows.of(lengths, q.device)
-    ours, _ = packed_attention(MODULE, q, k, v, None, packed_rows=rows, scaling=0.3, sliding_window=window)
-    theirs = plain(q, k, v, lengths, window)
-    torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
-    direction = torch.randn(ours.shape, generator=torch.Generator().manual_seed(1), dtype=ours.dtype)
-    grads = [torch.autograd.grad((out * direction).sum(), (q, k, v)) for out in (ours, theirs)]
-    for ours_d, theirs_d in zip(*grads, strict=True):
-        torch.testing.assert_close(ours_d, theirs_d, rtol=1e-10, atol=1e-12)
+    actual, _ = packed_attention(MODULE, q, k, v, None, packed_rows=rows, scaling=0.3, sliding_window=window)
+    expected = plain(q, k, v, lengths, window)
+    torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-12)
+    direction = torch.randn(actual.shape, generator=torch.Generator().manual_seed(1), dtype=actual.dtype)
+    grads = [torch.autograd.grad((out * direction).sum(), (q, k, v)) for out in (actual, expected)]
+    for actual_d, expected_d in zip(*grads, strict=True):
+        torch.testing.assert_close(actual_d, expected_d, rtol=1e-10, atol=1e-12)
 
 
 def test_rows_equally_long_are_one_call() -> None:

@@ -1,4 +1,4 @@
-"""Runs in each of several processes: everything that needs so many ranks, once. The tests look at what is written here."""
+"""Runs in each of several processes: everything that needs this number of ranks, once. The tests read what is written here."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -49,7 +49,7 @@ CRITICS: dict[int, dict[str, Changes]] = {
 }
 
 
-# Each cut goes on from what the one before it saved.
+# Each layout resumes what the previous one saved.
 RESHARDED: tuple[tuple[str, Changes | None], ...] = (
     ("tp2 sp", {"tp": 2, "sequence_parallel": True}),
     ("pp2", {"pp": 2}),
@@ -170,7 +170,7 @@ def skipping(rank: int, size: int, path: Path, models: dict[str, str]) -> dict[s
     for name, changes in {"gradient": {"use_distributed_optimizer": True}, "loss alone": {"pp": 2}}.items():
         with ranks(path, f"skipping {name}", rank, size):
             engine = megatron_engine(models["qwen2"], **changes)
-            told = []
+            reported = []
             for step in range(3):
                 shares, plans = cut(training_batch(step), engine.mesh.dp_size, max_tokens=80)
                 share, before = shares[engine.mesh.dp_rank], exported(engine)
@@ -179,10 +179,10 @@ def skipping(rank: int, size: int, path: Path, models: dict[str, str]) -> dict[s
                     loss = Shifted(torch.nan)
                 if step == 1 and name == "gradient" and rank == 1:
                     share = share.with_tokens(advantages=torch.full((share.total_tokens,), torch.nan))
-                told.append(plain_numbers(engine.train_step(share, plans[engine.mesh.dp_rank], loss)))
+                reported.append(plain_numbers(engine.train_step(share, plans[engine.mesh.dp_rank], loss)))
                 if step == 1:
                     found[name] = {"before": before, "after": exported(engine)}
-            found[name] |= {"told": told, "weights": exported(engine)}
+            found[name] |= {"step_metrics": reported, "weights": exported(engine)}
     return found
 
 
@@ -196,15 +196,15 @@ def out_of_memory(rank: int, size: int, path: Path, models: dict[str, str]) -> d
         hook = strike(engine._chunks[0].decoder.layers[0].mlp, 2, "backward")
         try:
             engine.train_step(shares[0], plans[0], ToyLoss())
-            said = ""
+            message = ""
         except RepeatableOutOfMemory as error:
-            said = str(error)
+            message = str(error)
         hook.remove()
-        return {"said": said, "gradients": [expected, gradient(engine, shares, plans)], "parts": len(plans[0])}
+        return {"message": message, "gradients": [expected, gradient(engine, shares, plans)], "parts": len(plans[0])}
 
 
 def refusals(rank: int, size: int, path: Path, models: dict[str, str]) -> dict[str, Any]:
-    """{what is wrong: what is said}"""
+    """{problem: error message}"""
 
     def complaint(make: Callable[[], object]) -> str:
         try:

@@ -43,7 +43,7 @@ def test_another_family() -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "changes", "told"),
+    ("family", "changes", "reported"),
     [
         (
             "qwen2",
@@ -56,13 +56,13 @@ def test_another_family() -> None:
         ("llama", {"mlp_bias": True}, "the model has mlp_bias=true"),
     ],
 )
-def test_parts_that_its_layers_lack(family: str, changes: dict[str, Any], told: str) -> None:
-    with pytest.raises(ValueError, match=told):
+def test_parts_that_its_layers_lack(family: str, changes: dict[str, Any], reported: str) -> None:
+    with pytest.raises(ValueError, match=reported):
         check_model(tiny_config(family, **changes), cut())
 
 
 @pytest.mark.parametrize(
-    ("size", "changes", "told"),
+    ("size", "changes", "reported"),
     [
         (4, {}, "=4 does not divide the model's num_key_value_heads=2; 1, 2 would"),
         (3, {}, "=3 does not divide the model's num_attention_heads=4, num_key_value_heads=2, intermediate_size=64; 1, 2 would"),
@@ -73,10 +73,10 @@ def test_parts_that_its_layers_lack(family: str, changes: dict[str, Any], told: 
         ),
     ],
 )
-def test_heads_and_inner_size_fall_into_tensor_parallel_parts(size: int, changes: dict[str, Any], told: str) -> None:
+def test_heads_and_inner_size_fall_into_tensor_parallel_parts(size: int, changes: dict[str, Any], reported: str) -> None:
     with pytest.raises(ValueError) as error:
         check_model(tiny_config(**changes), cut(tensor_model_parallel_size=size))
-    assert str(error.value) == f"megatron.tensor_model_parallel_size{told}"
+    assert str(error.value) == f"megatron.tensor_model_parallel_size{reported}"
 
 
 @pytest.mark.parametrize(
@@ -96,7 +96,7 @@ def test_layers_fall_into_stages(layers: int, config: MegatronConfig) -> None:
 
 
 @pytest.mark.parametrize(
-    ("layers", "config", "told"),
+    ("layers", "config", "reported"),
     [
         (
             4,
@@ -119,13 +119,15 @@ def test_layers_fall_into_stages(layers: int, config: MegatronConfig) -> None:
         (7, stages(2, 2, **{FIRST: 3}), f"{FIRST}=3"),
     ],
 )
-def test_layers_that_do_not(layers: int, config: MegatronConfig, told: str) -> None:
+def test_layers_that_do_not(layers: int, config: MegatronConfig, reported: str) -> None:
     with pytest.raises(ValueError) as error:
         check_model(tiny_config(num_hidden_layers=layers), config)
-    assert told in str(error.value) and str(error.value).startswith(f"the model's num_hidden_layers={layers} do not fall into")
+    assert reported in str(error.value) and str(error.value).startswith(
+        f"the model's num_hidden_layers={layers} do not fall into"
+    )
 
 
-def test_all_that_is_wrong_is_told() -> None:
+def test_all_problems_are_reported() -> None:
     with pytest.raises(ValueError, match=r"hidden_act=gelu.*tensor_model_parallel_size=3.*pipeline_model_parallel_size=3"):
         check_model(tiny_config(hidden_act="gelu"), cut(tensor_model_parallel_size=3, pipeline_model_parallel_size=3))
 

@@ -18,16 +18,16 @@ def test_no_rank_applies_what_is_not_finite_on_one(ranks_of: RanksOf, name: str)
     """It is broken on one data-parallel rank, or, the loss alone, on the last stage. The next update is applied by all."""
     for rank in ranks_of(2):
         found = rank["skipping"][name]
-        assert [told["skipped_updates"] for told in found["told"]] == [0, 1, 0]
-        assert [math.isnan(told["grad_norm"]) for told in found["told"]] == [False, True, False]
-        assert ["lr" in told for told in found["told"]] == [True, False, True]
+        assert [reported["skipped_updates"] for reported in found["step_metrics"]] == [0, 1, 0]
+        assert [math.isnan(reported["grad_norm"]) for reported in found["step_metrics"]] == [False, True, False]
+        assert ["lr" in reported for reported in found["step_metrics"]] == [True, False, True]
         assert_same_bits(found["before"], found["after"])
         assert any(not torch.equal(weight, found["after"][key]) for key, weight in found["weights"].items())
 
 
 def test_a_step_that_ran_out_of_memory_can_be_had_again(ranks_of: RanksOf) -> None:
     (found,) = (rank["out_of_memory"] for rank in ranks_of(1))
-    assert found["parts"] == 3 and str(TOO_MUCH) in found["said"]
+    assert found["parts"] == 3 and str(TOO_MUCH) in found["message"]
     first, again = found["gradients"]
     assert first.keys() == again.keys()
     assert [name for name, (part, _) in first.items() if not torch.equal(part, again[name][0])] == []

@@ -20,8 +20,8 @@ NAMES = [name for name, _ in RESHARDED]
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_continue_to_the_bit(ranks_of: RanksOf, name: str) -> None:
-    """What a thread wrote while training went on is what was saved; loading it over later state leads to the same bits."""
+def test_resume_is_bitwise_identical(ranks_of: RanksOf, name: str) -> None:
+    """What a thread wrote while training continued is what was saved; loading it over later state leads to the same bits."""
     for rank in ranks_of(2):
         found = rank["resharding"][name]
         assert_same_bits(*found["metrics"])
@@ -43,8 +43,8 @@ def test_as_if_never_cut_otherwise(group: None, ranks_of: RanksOf, models: dict[
     last = ranks_of(2)[0]["resharding"][NAMES[-1]]
     assert distance(last["saved"], weights) < 1e-6
     moved = {name: (weight - exported(toy_engine(models["qwen2"]))[name]) for name, weight in weights.items()}
-    ours = {name: (weight - exported(toy_engine(models["qwen2"]))[name]) for name, weight in last["saved"].items()}
-    assert distance(ours, moved) < 1e-3, "of how far the weights have come"
+    actual = {name: (weight - exported(toy_engine(models["qwen2"]))[name]) for name, weight in last["saved"].items()}
+    assert distance(actual, moved) < 1e-3, "of how far the weights have come"
     following = train(engine, range(len(NAMES), len(NAMES) + 2))
     torch.testing.assert_close(last["metrics"][0]["grad_norm"], following["grad_norm"], rtol=1e-5, atol=0)
     assert metrics["lr"].tolist() == [1e-4] * len(NAMES)
@@ -61,7 +61,7 @@ def test_export_of_a_checkpoint(ranks_of: RanksOf, path_of: PathOf, tmp_path: Pa
 
 @pytest.mark.parametrize("name", ["tp2", "distributed"])
 def test_half_precision_keeps_float32_copies(ranks_of: RanksOf, path_of: PathOf, models: dict[str, str], name: str) -> None:
-    """Of the model's own weights at first, not of what bfloat16 left of them; they are saved, and training goes on from them."""
+    """Of the model's own weights at first, not of what bfloat16 left of them; they are saved, and it continues from them."""
     for rank in ranks_of(2):
         found = rank["half_precision"][name]
         assert_same_bits(*found["metrics"])

@@ -100,12 +100,12 @@ def test_training(
         for ids, mask, log_probs, entropy in zip(*columns, strict=True):
             with torch.no_grad():
                 wanted = plain_outputs(model, ids, 0.7)
-            for ours, theirs in zip((log_probs, entropy), wanted, strict=True):
-                assert ((ours[1:] - theirs).abs() * mask[1:]).max() <= bound
+            for actual, expected in zip((log_probs, entropy), wanted, strict=True):
+                assert ((actual[1:] - expected).abs() * mask[1:]).max() <= bound
 
 
 @pytest.mark.parametrize("distributed", [False, True])
-def test_what_moves_away_gives_its_memory_and_comes_back_to_the_bit(found: list[dict[Any, Any]], distributed: bool) -> None:
+def test_offloading_frees_memory_and_restores_bitwise(found: list[dict[Any, Any]], distributed: bool) -> None:
     """bfloat16 parameters, float32 gradients, and the optimizer's three float32 copies, or this rank's half of them."""
     for rank in found:
         moved = rank["moves"][distributed]

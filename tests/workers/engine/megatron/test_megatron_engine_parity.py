@@ -125,11 +125,11 @@ def check_rows(answer: dict[str, Tensor], model: nn.Module) -> None:
         }
         mask = columns["response_mask"][row][1:].bool()
         for key, values in wanted.items():
-            ours = columns[key][row]
+            actual = columns[key][row]
             torch.testing.assert_close(
-                ours[1:][mask], values[mask], rtol=0, atol=1e-5, msg=lambda text, key=key: f"{key}: {text}"
+                actual[1:][mask], values[mask], rtol=0, atol=1e-5, msg=lambda text, key=key: f"{key}: {text}"
             )
-            assert not ours[0].any() and not ours[1:][~mask].any()
+            assert not actual[0].any() and not actual[1:][~mask].any()
 
 
 def plain_critic(path: str, steps: int) -> tuple[nn.Module, dict[str, Tensor]]:

@@ -10,26 +10,26 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
 from tests.tiny import tiny_config
-from workers.engine.megatron.weights import Columns, HeadGroups, Layout, RowsOfEach, Vocabulary, WeightMapping, Whole, table
+from workers.engine.megatron.weights import Columns, HeadGroups, Layout, Replicated, RowsOfEach, Vocabulary, WeightMapping, table
 
 Ranks = st.sampled_from([1, 2, 4])
 
 
-def check(layout: Layout, theirs: Sequence[Tensor], ranks: int) -> list[Tensor]:
+def check(layout: Layout, hf_names: Sequence[Tensor], ranks: int) -> list[Tensor]:
     """Cut, then put together again: by ``join``, and by where each part says that it begins. Returns the parts."""
-    parts = [layout.cut(theirs, rank, ranks) for rank in range(ranks)]
+    parts = [layout.shard(hf_names, rank, ranks) for rank in range(ranks)]
     assert len({part.shape for part in parts}) == 1, "collectives want equal shapes"
-    line = WeightMapping("ours", tuple(str(i) for i in range(len(theirs))), layout)
-    for joined, tensor in zip(line.join(parts), theirs, strict=True):
+    line = WeightMapping("param", tuple(str(i) for i in range(len(hf_names))), layout)
+    for joined, tensor in zip(line.join(parts), hf_names, strict=True):
         assert torch.equal(joined, tensor)
-    wholes = [torch.full_like(tensor, -1) for tensor in theirs]
+    wholes = [torch.full_like(tensor, -1) for tensor in hf_names]
     for rank, part in enumerate(parts):
-        for whole, (piece, start) in zip(wholes, layout.uncut(part, rank, ranks), strict=True):
+        for whole, (piece, start) in zip(wholes, layout.unshard(part, rank, ranks), strict=True):
             place = [slice(None)] * whole.dim()
             if layout.dim is not None:
                 place[layout.dim] = slice(start, start + piece.shape[layout.dim])
             whole[tuple(place)] = piece
-    assert all(torch.equal(whole, tensor) for whole, tensor in zip(wholes, theirs, strict=True))
+    assert all(torch.equal(whole, tensor) for whole, tensor in zip(wholes, hf_names, strict=True))
     return parts
 
 
@@ -41,7 +41,7 @@ def numbered(*shapes: tuple[int, ...]) -> list[Tensor]:
 
 @given(Ranks, st.integers(1, 3))
 def test_matrices(ranks: int, each: int) -> None:
-    check(Whole(), numbered((3, 2)), ranks)
+    check(Replicated(), numbered((3, 2)), ranks)
     check(Columns(), numbered((3, ranks * each)), ranks)
     check(RowsOfEach(), numbered((ranks * each, 2), (ranks * each, 2)), ranks)
 
@@ -56,11 +56,11 @@ def test_a_vocabulary_is_padded_with_zeros_to_even_parts(ranks: int, size: int) 
 def test_heads_stay_with_the_keys_that_they_read(ranks: int, each: int, queries: int, dim: int, is_bias: bool) -> None:
     groups = ranks * each
     rest = () if is_bias else (2,)
-    theirs = numbered((groups * queries * dim, *rest), (groups * dim, *rest), (groups * dim, *rest))
-    parts = check(HeadGroups(groups, dim), theirs, ranks)
-    q, k, v = (tensor.unflatten(0, (groups, -1)) for tensor in theirs)
-    for group, ours in enumerate(torch.cat(parts).unflatten(0, (groups, -1))):
-        assert torch.equal(ours, torch.cat([q[group], k[group], v[group]]))
+    hf_names = numbered((groups * queries * dim, *rest), (groups * dim, *rest), (groups * dim, *rest))
+    parts = check(HeadGroups(groups, dim), hf_names, ranks)
+    q, k, v = (tensor.unflatten(0, (groups, -1)) for tensor in hf_names)
+    for group, param in enumerate(torch.cat(parts).unflatten(0, (groups, -1))):
+        assert torch.equal(param, torch.cat([q[group], k[group], v[group]]))
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -70,9 +70,9 @@ def test_the_table_has_every_weight_of_transformers_model_and_no_other(architect
     with torch.device("meta"):
         names = {name for name, _ in AutoModelForCausalLM.from_config(config).named_parameters()}
     lines = table(config, "lm")
-    assert {name for line in lines for name in line.theirs} == names
-    assert len({line.ours for line in lines}) == len(lines)
+    assert {name for line in lines for name in line.hf_names} == names
+    assert len({line.param for line in lines}) == len(lines)
     config = tiny_config(architecture, num_labels=1)
     with torch.device("meta"):
         names = {name for name, _ in AutoModelForTokenClassification.from_config(config).named_parameters()}
-    assert {name for line in table(config, "value") for name in line.theirs} == names
+    assert {name for line in table(config, "value") for name in line.hf_names} == names

@@ -44,8 +44,8 @@ def test_greedy_is_generate_token_by_token(architecture: str, tied: bool, tmp_pa
     requests = [request(i, prompt, temperature=0.0) for i, prompt in enumerate(ragged_prompts(8))]
     for asked, completion in zip(requests, engine.generate(requests), strict=True):
         ids = torch.tensor([asked.prompt_ids])
-        theirs = model.generate(ids, do_sample=False, max_new_tokens=24, attention_mask=torch.ones_like(ids), eos_token_id=1)
-        assert list(completion.token_ids) == theirs[0, ids.shape[1] :].tolist()
+        reference = model.generate(ids, do_sample=False, max_new_tokens=24, attention_mask=torch.ones_like(ids), eos_token_id=1)
+        assert list(completion.token_ids) == reference[0, ids.shape[1] :].tolist()
         assert log_prob_error(model, asked, completion) < 1e-5
 
 
@@ -105,7 +105,7 @@ def test_answers_do_not_depend_on_order_slots_or_company(model: PreTrainedModel)
     assert sum(other[id] == expected[id] for id in expected) < len(expected) / 4
 
 
-def test_equal_to_the_bit_run_after_run(model: PreTrainedModel) -> None:
+def test_repeated_runs_are_bitwise_identical(model: PreTrainedModel) -> None:
     requests = group_requests(ragged_prompts(6, longest=90), 4)
     engine = make_engine(model, slots=7)
     first = engine.generate(requests)
@@ -189,9 +189,9 @@ def test_built_from_the_config_alone(model: PreTrainedModel, tmp_path: Path) -> 
     (tmp_path / "model.safetensors").write_bytes(b"no weights here")
     engine = EmbeddedRollout(spec_of(str(tmp_path)))
     assert all(parameter.is_meta for parameter in engine.model.module.parameters())
-    theirs = dict(model.named_buffers())
+    reference = dict(model.named_buffers())
     for name, buffer in engine.model.module.named_buffers():
-        assert torch.equal(buffer, theirs[name]), name
+        assert torch.equal(buffer, reference[name]), name
 
     override = {"rope_parameters": {"rope_type": "default", "rope_theta": 17.0}}
     changed = EmbeddedRollout(spec_of(str(tmp_path), override_config=override))

@@ -185,7 +185,7 @@ def test_tied_weights_may_come_under_one_name_or_both(names: str, tmp_path: Path
     assert module.lm_head.weight.data_ptr() == model.model.embed_tokens.weight.data_ptr()
 
 
-def test_running_answers_go_on_with_new_weights(model: PreTrainedModel) -> None:
+def test_running_responses_continue_with_new_weights(model: PreTrainedModel) -> None:
     requests = [request(i, prompt, ignore_eos=True, max_tokens=12) for i, prompt in enumerate(ragged_prompts(5))]
     expected = make_engine(model, slots=3).generate(requests)
     engine = make_engine(model, slots=3)
@@ -283,8 +283,8 @@ def test_sleep_shows_in_the_memory_of_the_process(model: PreTrainedModel, monkey
 def test_a_small_engine_leaves_the_freed_memory_to_the_trainer(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     given_back: list[None] = []
     monkeypatch.setattr("workers.rollout.embedded.embedded_engine.trim_free_memory", lambda: given_back.append(None))
-    for worth, times in ((1 << 26, 0), (4 << 10, 1)):
-        monkeypatch.setattr("workers.rollout.embedded.embedded_engine.MIN_BYTES_TO_TRIM", worth)
+    for amount, times in ((1 << 26, 0), (4 << 10, 1)):
+        monkeypatch.setattr("workers.rollout.embedded.embedded_engine.MIN_BYTES_TO_TRIM", amount)
         engine = make_engine(model)
         engine.generate([request(0, (2, 3))])
         engine.sleep()

@@ -31,20 +31,20 @@ def target() -> Target:
 
 @pytest.fixture
 def calls(target: Target) -> Iterator[Calls]:
-    ours, theirs = Pipe()
-    thread = Thread(target=answer_calls, args=(theirs, target))
+    actual, expected = Pipe()
+    thread = Thread(target=answer_calls, args=(expected, target))
     thread.start()
-    yield Calls(subprocess.Popen(["false"]), ours)
+    yield Calls(subprocess.Popen(["false"]), actual)
     target.go.set()
-    ours.close()
+    actual.close()
     thread.join(10)
-    assert not thread.is_alive(), "it ends when nobody can call any more"
+    assert not thread.is_alive(), "it ends when no caller is left"
 
 
 def test_the_next_call_lies_ready(calls: Calls, target: Target) -> None:
     for number in range(3):
         calls.begin("work", number)
-    assert target.done == [], "nobody has waited"
+    assert target.done == [], "no call was waited for"
     target.go.set()
     assert calls.wait(left=2) == 0
     assert calls.wait(left=2) is None, "no more are waited for than have to be"
@@ -52,7 +52,7 @@ def test_the_next_call_lies_ready(calls: Calls, target: Target) -> None:
     assert calls.wait() is None
 
 
-def test_a_failure_is_told_once_and_what_came_after_it_is_not(calls: Calls, target: Target) -> None:
+def test_a_failure_is_raised_once_and_later_results_are_dropped(calls: Calls, target: Target) -> None:
     target.go.set()
     for words in ("first", "second"):
         calls.begin("fail", words)
@@ -63,8 +63,8 @@ def test_a_failure_is_told_once_and_what_came_after_it_is_not(calls: Calls, targ
 
 
 def test_who_has_died_is_named() -> None:
-    ours, theirs = Pipe()
-    calls = Calls(subprocess.Popen(["false"]), ours)
-    theirs.close()
+    actual, expected = Pipe()
+    calls = Calls(subprocess.Popen(["false"]), actual)
+    expected.close()
     with pytest.raises(EngineDied, match=r"SGLang died in work: process \d+ ended with 1"):
         calls.call("work", 1)

@@ -145,8 +145,8 @@ def test_what_waits_can_be_aborted(engine: SGLangRollout) -> None:
     assert (unbegun.token_ids, unbegun.finish_reason) == ((), "abort")
 
 
-def test_running_answers_go_on_with_new_weights(engine: SGLangRollout, model: PreTrainedModel) -> None:
-    lengths = (3, 40, 90, 140, 200)  # far apart: SGLang goes on while this process is busy with something else
+def test_running_responses_continue_with_new_weights(engine: SGLangRollout, model: PreTrainedModel) -> None:
+    lengths = (3, 40, 90, 140, 200)  # far apart: SGLang continues while this process is busy with something else
     requests = [request(i, prompt, temperature=0.0, ignore_eos=True, max_tokens=length)
                 for i, (prompt, length) in enumerate(zip(ragged_prompts(5), lengths, strict=True))]  # fmt: skip
     expected = engine.generate(requests)
@@ -224,7 +224,7 @@ def test_what_is_read_is_what_sglang_computes_with(engine: SGLangRollout, model:
     assert torch.equal(got, other.flatten()) and int((got != model.get_parameter(name).flatten()).sum()) == 1
 
 
-def test_weights_that_sglang_has_no_place_for_are_said(engine: SGLangRollout) -> None:
+def test_weights_that_sglang_has_no_place_for_are_reported(engine: SGLangRollout) -> None:
     with pytest.raises(RuntimeError, match=r"copies nothing of model\.extra(.|\n)*cannot be read; verify_weights=off"):
         engine.read_weights([(WeightInSGLang("model.extra", (3,), torch.float32), 0, 3)])
     assert engine.generate([request(0, (2, 3))]), "it lives on"

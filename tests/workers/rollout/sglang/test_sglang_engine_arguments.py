@@ -22,7 +22,14 @@ from workers.rollout.base import Sampling
 from workers.rollout.sglang.sglang_calls import EngineDied
 from workers.rollout.sglang.sglang_client import Client, SharedBucket
 from workers.rollout.sglang.sglang_cpu import completed, install_stubs
-from workers.rollout.sglang.sglang_engine import RESERVED, Asked, SGLangRollout, engine_arguments, prompt_of, sampling_arguments
+from workers.rollout.sglang.sglang_engine import (
+    RESERVED,
+    PendingRequest,
+    SGLangRollout,
+    engine_arguments,
+    prompt_of,
+    sampling_arguments,
+)
 from workers.rollout.sglang.sglang_server import Server
 
 
@@ -31,15 +38,21 @@ def test_every_field_of_sampling_arrives() -> None:
     other = Sampling(temperature=0.5, top_k=3, top_p=0.9, max_tokens=5, stop_token_ids=(8,), ignore_eos=True)
     for field in fields(Sampling):
         changed = replace(plain, sampling=replace(plain.sampling, **{field.name: getattr(other, field.name)}))
-        assert sampling_arguments(Asked(changed), LENGTH) != sampling_arguments(Asked(plain), LENGTH), field.name
+        assert sampling_arguments(PendingRequest(changed), LENGTH) != sampling_arguments(PendingRequest(plain), LENGTH), (
+            field.name
+        )
     everything = replace(plain, sampling=replace(plain.sampling, top_k=0))
-    assert sampling_arguments(Asked(everything), LENGTH) == sampling_arguments(Asked(plain), LENGTH), "0 is -1: all tokens"
-    assert sampling_arguments(Asked(replace(plain, seed=8)), LENGTH)["sampling_seed"] == 8
-    assert sampling_arguments(Asked(replace(plain, sampling=other)), 4)["max_new_tokens"] == 2, "prompt and answer fit together"
+    assert sampling_arguments(PendingRequest(everything), LENGTH) == sampling_arguments(PendingRequest(plain), LENGTH), (
+        "0 is -1: all tokens"
+    )
+    assert sampling_arguments(PendingRequest(replace(plain, seed=8)), LENGTH)["sampling_seed"] == 8
+    assert sampling_arguments(PendingRequest(replace(plain, sampling=other)), 4)["max_new_tokens"] == 2, (
+        "prompt and answer fit together"
+    )
 
 
 def test_what_is_left_of_an_answer_is_asked_for() -> None:
-    begun = Asked(request(0, (2, 3), max_tokens=9), token_ids=[5, 6, 7], log_probs=[-1.0] * 3)
+    begun = PendingRequest(request(0, (2, 3), max_tokens=9), token_ids=[5, 6, 7], log_probs=[-1.0] * 3)
     assert prompt_of(begun) == [2, 3, 5, 6, 7]
     assert sampling_arguments(begun, LENGTH)["max_new_tokens"] == 6
 
@@ -56,10 +69,10 @@ def test_what_is_left_of_an_answer_is_asked_for() -> None:
     ],
 )
 def test_why_an_answer_ended(reason: str, tokens: list[int], why: str) -> None:
-    """SGLang says abort of an answer that it was told to end, also if it had just ended by itself."""
-    assert Asked(request(0, (2, 3), max_tokens=4), token_ids=tokens).ended(reason, LENGTH) == why
+    """SGLang says abort of an answer that it was asked to end, also if it had just ended by itself."""
+    assert PendingRequest(request(0, (2, 3), max_tokens=4), token_ids=tokens).ended(reason, LENGTH) == why
     deaf = request(0, (2, 3), max_tokens=4, ignore_eos=True)
-    assert Asked(deaf, token_ids=[5, 1]).ended("abort", LENGTH) == "abort"
+    assert PendingRequest(deaf, token_ids=[5, 1]).ended("abort", LENGTH) == "abort"
 
 
 ARRIVES = {
@@ -80,15 +93,15 @@ TURNED = {
 
 
 @pytest.mark.parametrize(
-    ("ours", "theirs", "value", "said"),
-    [(ours, theirs, value, value) for ours, (theirs, value) in ARRIVES.items()]
-    + [(ours, theirs, value, said) for ours, (theirs, value, said) in TURNED.items()],
+    ("key", "argument", "value", "translated"),
+    [(key, argument, value, value) for key, (argument, value) in ARRIVES.items()]
+    + [(key, argument, value, translated) for key, (argument, value, translated) in TURNED.items()],
 )
-def test_every_engine_key_arrives(ours: str, theirs: str, value: object, said: object) -> None:
+def test_every_engine_key_arrives(key: str, argument: str, value: object, translated: object) -> None:
     spec = spec_of("somewhere", name="sglang")
-    assert engine_arguments(spec, 0)[theirs] != said
-    assert engine_arguments(replace(spec, rollout=replace(spec.rollout, **{ours: value})), 0)[theirs] == said
-    assert theirs in TAKEN_SGLANG_ARGUMENTS
+    assert engine_arguments(spec, 0)[argument] != translated
+    assert engine_arguments(replace(spec, rollout=replace(spec.rollout, **{key: value})), 0)[argument] == translated
+    assert argument in TAKEN_SGLANG_ARGUMENTS
 
 
 def test_the_rest_of_a_spec_arrives() -> None:
@@ -124,7 +137,7 @@ def test_a_bucket_is_cast_and_its_memory_used_again() -> None:
     assert {view.untyped_storage().data_ptr() for _, view in bucket.views(weights[:1])} == memory
 
 
-def test_too_little_shared_memory_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_little_shared_memory_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=100))
     bucket = SharedBucket(0, torch.device("cpu"), torch.float32)
     bucket.views([("a", torch.zeros(16))])
@@ -198,7 +211,7 @@ class Recorder:
         self.begun += 1
 
     def begin_on_ranks(self, method: str, *args: object) -> None:
-        assert self.begun == 0, "SGLang has said that it takes weights"
+        assert self.begun == 0, "SGLang has confirmed that it takes weights"
         self.calls.append(method)
         self.on_ranks += 1
 
@@ -221,7 +234,7 @@ def test_two_buckets_are_what_the_key_allows(tmp_path: Path, monkeypatch: pytest
 
 
 def test_no_bucket_outlives_its_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """While one is gathered, the tensors of the one before are gone: beside the shared memory there is one at a time."""
+    """While one is gathered, the tensors of the one before are gone: besides the shared memory there is one at a time."""
     monkeypatch.setattr("workers.rollout.sglang.sglang_engine.Client", Recorder)
     model = make_small(tmp_path)
     engine = engines.make_rollout(spec_of(str(tmp_path), name="sglang"), place())

@@ -1,4 +1,4 @@
-"""SGLang beside FSDP2 shards on two ranks, on Ray: one engine over both, and an engine on each. And what dies with what."""
+"""SGLang with FSDP2 shards on two ranks, on Ray: one engine over both, and an engine on each. And what dies with what."""
 
 import time
 from collections.abc import Iterator
@@ -48,9 +48,9 @@ def test_three_rounds_of_training_sleep_and_sync(run: Run, tmp_path: Path) -> No
 
 def test_a_number_that_is_off_is_found(run: Run) -> None:
     name = "model.layers.1.self_attn.v_proj.weight"
-    said = run.sync_spoiled(name, -1)
+    message = run.sync_spoiled(name, -1)
     line = f"{name} in sglang on rank {{}} is not the trainer's, weights of version 7: 1 of "
-    assert [text.startswith(line.format(rank)) for rank, text in enumerate(said)] == [True, run.size == 1], said
+    assert [text.startswith(line.format(rank)) for rank, text in enumerate(message)] == [True, run.size == 1], message
 
 
 def test_the_mesh_is_the_rollouts_own(run: Run) -> None:
@@ -68,11 +68,11 @@ def test_an_engine_process_that_is_stopped_is_named_with_its_rank(run: Run) -> N
     patient, run.rollout.watchdog = run.rollout.watchdog, watchdog(run.path, generate=3.0)
     victim = processes("sglang::scheduler")[-1]
     victim.suspend()
-    said = rf"held up by rank \d: a process of it is stopped(.|\n)*its child {victim.pid} is stopped: sglang::scheduler"
-    with pytest.raises(PhaseTimeout, match=said) as raised:
+    message = rf"held up by rank \d: a process of it is stopped(.|\n)*its child {victim.pid} is stopped: sglang::scheduler"
+    with pytest.raises(PhaseTimeout, match=message) as raised:
         run.answers(greedy=True)
-    told = "\n".join(process.stacks for state in raised.value.states for process in state.processes[1:])
-    assert "in serve\n" in told and "in run_scheduler\n" in told, "its other processes say where they are"
+    reported = "\n".join(process.stacks for state in raised.value.states for process in state.processes[1:])
+    assert "in serve\n" in reported and "in run_scheduler\n" in reported, "its other processes say where they are"
     victim.resume()
     run.rollout.watchdog = patient
 
@@ -88,7 +88,7 @@ def test_an_engine_that_dies_is_named_and_a_worker_takes_its_engine_along(run: R
     assert len(left) == {1: 2, 2: 0}[run.size], "the processes of that engine have ended, those of another have not"
     for process in left:
         if "sglang_server" in words(process):
-            process.suspend()  # as one that is busy: it does not see that nobody is there any more
+            process.suspend()  # as one that is busy: it does not notice that its parent is gone
             psutil.Process(process.ppid()).kill()
     deadline = time.monotonic() + 10
     while processes("sglang") and time.monotonic() < deadline:

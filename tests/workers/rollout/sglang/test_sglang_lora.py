@@ -91,7 +91,7 @@ def in_parts(case: Case) -> Iterator[Case]:
 
 @pytest.mark.soak
 def test_greedy_answers_are_the_merged_models_after_each_round(case: Case) -> None:
-    """Of a new adapter, sleep and sync. The weights beside it come once."""
+    """Of a new adapter, sleep and sync. The base weights come once."""
     sync, answers = case.sync("full"), []
     for version in range(3):
         case.source.change(version)
@@ -113,7 +113,7 @@ def test_an_adapter_in_parts_of_what_sglang_has_as_one(in_parts: Case) -> None:
         assert in_parts.error() < 1e-5
 
 
-def test_running_answers_go_on_with_the_new_adapter(case: Case) -> None:
+def test_running_responses_continue_with_the_new_adapter(case: Case) -> None:
     """What they have is computed anew: keys and values of the old adapter are gone."""
     sync = case.sync("off")
     sync(1)
@@ -172,12 +172,12 @@ def test_weights_that_do_not_fit_are_named(case: Case) -> None:
 
 
 def test_what_sglang_refuses_is_raised_and_the_next_sync_is_its_own(case: Case) -> None:
-    """It says so in its result, and goes on with the adapter that it has under that name."""
+    """It says so in its result, and continues with the adapter that it has under that name."""
     sync = case.sync()
     sync(1)
     engine, adapter = case.engine.engine, case.engine.adapter
     assert engine is not None and adapter is not None
-    too_large = {**adapter.in_words(case.source.adapter_config), "r": 99}
+    too_large = {**adapter.sglang_config(case.source.adapter_config), "r": 99}
     with pytest.raises(RuntimeError, match=r"SGLang failed in load_adapter:(.|\n)*rank 99 is incompatible"):
         engine.call("load_adapter", too_large, torch.zeros(1), [])
     with pytest.raises(RuntimeError, match=r"SGLang failed in take_adapter:(.|\n)*not brought the adapter of old to this rank"):
@@ -209,7 +209,7 @@ def test_no_answers_without_an_adapter_and_no_adapter_without_weights(case: Case
     case.engine.abort()
     with pytest.raises(ValueError, match="do not fit"):
         case.engine.load_weights(iter(()), 2)
-    with pytest.raises(EngineAsleep, match="load_adapter: the engine has no weights that it could be beside"):
+    with pytest.raises(EngineAsleep, match="load_adapter: the engine has no base weights for an adapter"):
         case.engine.load_adapter(case.source.adapter_config, iter(case.source.weights().items()), 2)
 
 
@@ -232,7 +232,7 @@ def test_a_model_without_an_adapter_gives_whole_weights(tmp_path: Path) -> None:
     assert isinstance(other, SGLangRollout) and other.adapter is None and not other.keeps_weights
 
 
-def test_what_sglang_is_told_of_an_adapter(tmp_path: Path) -> None:
+def test_adapter_config_for_sglang(tmp_path: Path) -> None:
     make_small(tmp_path, **SIZES)
     adapter = AdapterInSGLang(spec_with(str(tmp_path), PARTS).model)
     arguments = adapter.arguments("cuda")
@@ -253,8 +253,8 @@ def test_the_scaling_is_pefts(use_rslora: bool, tmp_path: Path) -> None:
     model, spec = make_small(tmp_path, **SIZES), spec_with(str(tmp_path), PARTS)
     config = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj"], use_rslora=use_rslora)
     layer = next(module for module in get_peft_model(model, config).modules() if isinstance(module, LoraLayer))
-    told = AdapterInSGLang(spec.model).in_words(config)
-    assert told["lora_alpha"] / told["r"] == layer.scaling["default"] == (4.0 if use_rslora else 2.0)
+    reported = AdapterInSGLang(spec.model).sglang_config(config)
+    assert reported["lora_alpha"] / reported["r"] == layer.scaling["default"] == (4.0 if use_rslora else 2.0)
 
 
 def test_layers_that_sglang_takes_no_adapter_of_are_named() -> None:

@@ -36,7 +36,7 @@ WEIGHTS: dict[str, Tensor] = {
 
 
 class Trainer:
-    """export_weights, counted. fails: after so many tensors."""
+    """export_weights, counted. fails: after this number of tensors."""
 
     def __init__(self) -> None:
         self.asked: list[tuple[torch.dtype | None, str]] = []
@@ -63,7 +63,7 @@ class Ends:
         ]
 
     def sync(self, *uses: Callable[[Receiver], Any]) -> list[Future[Any]]:
-        """What became of the sender, and of each receiver with its use; after all have ended."""
+        """Results of the sender, and of each receiver with its use, after all have ended."""
 
         def receive(receiver: Receiver, use: Callable[[Receiver], Any]) -> Any:
             with receiver.sync():
@@ -95,7 +95,7 @@ def check(came: dict[str, Tensor]) -> None:
 
 
 def check_usable(ends: Ends) -> None:
-    """After whatever there was, a sync goes on as the first."""
+    """After any failure, the next sync works as the first did."""
     for ended in ends.sync(*[everything] * len(ends.receivers))[1:]:
         check(ended.result())
 
@@ -150,7 +150,7 @@ def half_way(receiver: Receiver) -> None:
     raise OSError("no room")
 
 
-def test_a_rank_that_fails_half_way_keeps_nobody_waiting() -> None:
+def test_a_rank_that_fails_half_way_blocks_no_rank() -> None:
     ends = Ends(Trainer(), 3, bucket_bytes=64)
     sender, good, bad, other = ends.sync(everything, half_way, everything)
     assert sender.result() is None
@@ -162,7 +162,7 @@ def test_a_rank_that_fails_half_way_keeps_nobody_waiting() -> None:
 
 
 @pytest.mark.parametrize("spokesman_fails", [False, True])
-def test_who_wants_another_pass_when_one_has_failed_is_told_so(spokesman_fails: bool) -> None:
+def test_a_request_for_another_pass_after_a_failure_is_refused(spokesman_fails: bool) -> None:
     ends = Ends(Trainer(), 2, bucket_bytes=64)
     uses = [half_way, lambda receiver: [everything(receiver) for _ in range(2)]]
     sender, *ended = ends.sync(*(uses if spokesman_fails else uses[::-1]))
@@ -250,11 +250,11 @@ def engine_of(model: PreTrainedModel) -> EmbeddedRollout:
 
 
 @pytest.mark.parametrize("mode", ["off", "sample", "full"])
-def test_an_engine_is_verified_as_beside_the_trainer(model: PreTrainedModel, mode: Any) -> None:
-    source, engine, beside = ModelSource(model), engine_of(model), engine_of(model)
+def test_verification_equals_that_of_a_colocated_engine(model: PreTrainedModel, mode: Any) -> None:
+    source, engine, colocated_engine = ModelSource(model), engine_of(model), engine_of(model)
     ends, spec = Ends(source, 1, bucket_bytes=4096), spec_of("somewhere")
     apart = weight_sync(engine, cast(Any, ends.receivers[0]), spec, mode)
-    colocated = weight_sync(beside, ModelSource(model), spec, mode)
+    colocated = weight_sync(colocated_engine, ModelSource(model), spec, mode)
     for version in range(3):
         shared, metrics = ends.sync(lambda receiver, version=version: apart(version))[1].result()
         assert shared is False
@@ -263,11 +263,11 @@ def test_an_engine_is_verified_as_beside_the_trainer(model: PreTrainedModel, mod
         assert plain_numbers(metrics).get("rollout/verified_bytes") == plain_numbers(wanted).get("rollout/verified_bytes")
     assert source.given == (6 if mode == "full" else 3) * len(list(model.parameters()))
     asked = [request(i, (2 + i, 3)) for i in range(4)]
-    assert engine.generate(asked) == beside.generate(asked)
+    assert engine.generate(asked) == colocated_engine.generate(asked)
 
 
 @pytest.mark.parametrize("mode", ["full", "sample"])
-def test_one_number_that_is_off_is_found_as_beside_the_trainer(model: PreTrainedModel, mode: Any) -> None:
+def test_a_single_wrong_number_is_found_as_in_a_colocated_engine(model: PreTrainedModel, mode: Any) -> None:
     engine = engine_of(model)
     spoil_loading(engine, one_off("model.layers.1.mlp.up_proj.weight", 7))
     ends = Ends(ModelSource(model), 1)

@@ -1,4 +1,4 @@
-"""Engines on ranks of their own, apart from the trainer's, on Ray: the same is asked of them as of those beside it."""
+"""Engines on ranks of their own, apart from the trainer's, on Ray: the same requirements as for colocated ones."""
 
 import signal
 import time
@@ -60,10 +60,10 @@ def test_every_byte_is_verified_and_what_is_off_is_found(run: Run) -> None:
     replicated = sum(weight.nbytes for name, weight in weights.named_parameters() if "norm" in name)
     read = plain_numbers(run.rollout.sync_weights(5))["rollout/verified_bytes"]
     assert read == (2 * whole if run.size == 1 else whole + replicated if run.rollout.engine == "vllm" else whole)
-    said = run.sync_spoiled("model.layers.1.input_layernorm.weight", 3)
-    for rank, line in enumerate(said):
+    message = run.sync_spoiled("model.layers.1.input_layernorm.weight", 3)
+    for rank, line in enumerate(message):
         wanted = f"model.layers.1.input_layernorm.weight in {run.rollout.engine} on rank {rank} is not the trainer's, weights of"
-        assert line.startswith(wanted) or (rank and run.size == 2 and run.rollout.engine == "sglang" and line == ""), said
+        assert line.startswith(wanted) or (rank and run.size == 2 and run.rollout.engine == "sglang" and line == ""), message
     run.rollout.sync_weights(8)
 
 
@@ -78,17 +78,17 @@ def test_who_dies_in_a_sync_is_named_at_once(who: str, groups: Groups, tmp_path:
     engines, trainers = start_workers(groups.backend, "mortal-engines", 1), start_workers(groups.backend, "mortal-trainers", 1)
     run = Run(engines, tmp_path, "embedded", 1, verify_weights="full", trainers=trainers)
     run.rollout.sync_weights(0)
-    group, said = FAULTS[who]
+    group, message = FAULTS[who]
     ({"engines": engines, "trainers": trainers}[group]).call(worker_call(SpoilingWorker.signal_at, 5, signal.SIGKILL)).result()
     begun = time.monotonic()
-    with pytest.raises(WorkerError, match=said):
+    with pytest.raises(WorkerError, match=message):
         run.rollout.sync_weights(1)
     assert time.monotonic() - begun < SLACK
     engines.shutdown()
     trainers.shutdown()
 
 
-def test_who_is_late_in_a_sync_is_among_those_that_are_told_of(groups: Groups, tmp_path: Path) -> None:
+def test_a_late_rank_in_a_sync_is_reported(groups: Groups, tmp_path: Path) -> None:
     """The trainer is stopped. The engines' ranks wait for it, and the channel's limit is over first."""
     engines = start_workers(groups.backend, "waiting-engines", 1, collective=2.0)
     trainers = start_workers(groups.backend, "stopped-trainers", 1)
@@ -100,10 +100,10 @@ def test_who_is_late_in_a_sync_is_among_those_that_are_told_of(groups: Groups, t
     with pytest.raises(PhaseTimeout) as raised:
         run.rollout.sync_weights(1)
     assert time.monotonic() - begun < 2.0 + SLACK
-    said = str(raised.value)
-    assert said.startswith(
+    message = str(raised.value)
+    assert message.startswith(
         "a collective in weight sync (rollout engine embedded), limited by timeouts.collective=2, took more than 2 s"
     )
-    assert "weight sync (actor sends): step 0, phase sync\nheld up by rank 0: a process of it is stopped" in said
+    assert "weight sync (actor sends): step 0, phase sync\nheld up by rank 0: a process of it is stopped" in message
     engines.shutdown()
     trainers.shutdown()

@@ -57,8 +57,8 @@ def test_what_else_goes_over(special: Run, tmp_path: Path) -> None:
 def test_a_number_of_an_adapter_that_is_off_is_found(special: Run) -> None:
     special.rollout.sync_weights(0)
     adapter = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
-    said = special.sync_spoiled(adapter, 0)
-    assert said[0].startswith(f"{adapter} in {special.rollout.engine} on rank 0 is not the trainer's"), said
+    message = special.sync_spoiled(adapter, 0)
+    assert message[0].startswith(f"{adapter} in {special.rollout.engine} on rank 0 is not the trainer's"), message
 
 
 @pytest.mark.parametrize("special", ["bfloat16"], indirect=True)

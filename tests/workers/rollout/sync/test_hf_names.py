@@ -35,10 +35,10 @@ def test_a_layout_that_is_not_known_is_refused(monkeypatch: pytest.MonkeyPatch) 
     """Files of this model have its experts turned."""
     from workers.rollout.sync import hf_names
 
-    told = hf_names.revert_weight_conversion
+    reported = hf_names.revert_weight_conversion
 
     def turned(*args: object) -> dict[str, torch.Tensor]:
-        return {name: weight.flip(0) if "up_proj" in name else weight for name, weight in told(*args).items()}
+        return {name: weight.flip(0) if "up_proj" in name else weight for name, weight in reported(*args).items()}
 
     monkeypatch.setattr(hf_names, "revert_weight_conversion", turned)
     with torch.device("meta"):

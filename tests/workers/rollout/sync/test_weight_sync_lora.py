@@ -97,8 +97,8 @@ def test_after_each_of_three_rounds_the_engine_answers_as_pefts_merged_model(tmp
             engine.adapter_config.save_pretrained(str(tmp_path / f"adapter-{version}"))
             weights = {name: weight.clone() for name, weight in engine.export_weights(kind="adapter")}
             save_file(weights, tmp_path / f"adapter-{version}/adapter_model.safetensors")
-            theirs = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(path), tmp_path / f"adapter-{version}")
-            merged = theirs.merge_and_unload().eval()
+            expected = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(path), tmp_path / f"adapter-{version}")
+            merged = expected.merge_and_unload().eval()
             asked = [request(i, prompt, temperature=0.0, max_tokens=12, stop_token_ids=()) for i, prompt in enumerate(prompts)]
             answers = [completion.token_ids for completion in rollout.generate(asked)]
             assert answers == [greedy(merged, prompt, 12) for prompt in prompts]

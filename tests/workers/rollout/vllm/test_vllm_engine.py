@@ -1,4 +1,4 @@
-"""vLLM in this process, beside the trainer: parity with plain transformers, memory, what leaves no trace, and arguments."""
+"""vLLM in the process of the trainer: parity with plain transformers, memory, what leaves no trace, and arguments."""
 
 import os
 import random
@@ -171,12 +171,12 @@ ARRIVES = {
 }
 
 
-@pytest.mark.parametrize("ours", ARRIVES)
-def test_every_engine_key_arrives(ours: str) -> None:
-    theirs, value = ARRIVES[ours]
+@pytest.mark.parametrize("key", ARRIVES)
+def test_every_engine_key_arrives(key: str) -> None:
+    reference, value = ARRIVES[key]
     spec = spec_of("somewhere", name="vllm")
-    assert engine_arguments(spec)[theirs] != value
-    assert engine_arguments(replace(spec, rollout=replace(spec.rollout, **{ours: value})))[theirs] == value
+    assert engine_arguments(spec)[reference] != value
+    assert engine_arguments(replace(spec, rollout=replace(spec.rollout, **{key: value})))[reference] == value
 
 
 def test_the_rest_of_a_spec_arrives() -> None:

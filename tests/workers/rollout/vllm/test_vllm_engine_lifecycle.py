@@ -61,7 +61,7 @@ def test_log_probs_are_of_the_whole_vocabulary_at_the_temperature(engine: VLLMRo
             assert log_prob_error(model, asked, completion) < 1e-5
 
 
-def test_a_seed_fixes_an_answer_whatever_is_beside_it(engine: VLLMRollout) -> None:
+def test_a_seed_fixes_a_response_in_any_batch(engine: VLLMRollout) -> None:
     requests = [request(i, prompt, seed=2**62 + i) for i, prompt in enumerate(ragged_prompts(6))]
     together = engine.generate(requests)
     torch.manual_seed(5)
@@ -136,7 +136,7 @@ def test_abort_gives_what_there_is(engine: VLLMRollout) -> None:
     assert [c.token_ids for c in engine.generate(requests)] == [c.token_ids for c in expected], "ids are free again"
 
 
-def test_running_answers_go_on_with_new_weights(engine: VLLMRollout, model: PreTrainedModel) -> None:
+def test_running_responses_continue_with_new_weights(engine: VLLMRollout, model: PreTrainedModel) -> None:
     requests = [request(i, prompt, ignore_eos=True, max_tokens=12) for i, prompt in enumerate(ragged_prompts(5))]
     expected = engine.generate(requests)
     engine.submit(requests)

@@ -1,4 +1,4 @@
-"""vLLM beside FSDP2 shards on two ranks, on Ray: one engine over both, and an engine on each."""
+"""vLLM with FSDP2 shards on two ranks, on Ray: one engine over both, and an engine on each."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -72,11 +72,11 @@ SPOILED = {  # (tensor, a number of it, which of two ranks has it when they are 
 
 def test_a_number_that_is_off_is_found_on_the_ranks_that_have_it(run: Run) -> None:
     for name, place, ranks in SPOILED.values():
-        said = run.sync_spoiled(name, place)
+        message = run.sync_spoiled(name, place)
         for rank in range(2):
             line = f"{name} in vllm on rank {rank} is not the trainer's, weights of version 7: 1 of "
             has_it = run.size == 1 or rank in ranks
-            assert said[rank].startswith(line) if has_it else said[rank] == "", said
+            assert message[rank].startswith(line) if has_it else message[rank] == "", message
     run.rollout.sync_weights(10)
 
 
@@ -94,10 +94,12 @@ def test_ranks_that_share_a_head_of_keys_and_values(run: Run, tmp_path: Path) ->
     """Fewer heads than ranks."""
     run.check_rounds(tmp_path)
     for name, place in (("model.layers.1.self_attn.v_proj.weight", -1), ("model.layers.0.self_attn.k_proj.bias", 0)):
-        said = run.sync_spoiled(name, place)
-        assert all(line.startswith(f"{name} in vllm on rank {rank} is not the trainer's") for rank, line in enumerate(said)), said
-    said = run.sync_spoiled("model.layers.0.self_attn.q_proj.weight", -1)
-    assert said[0] == "" and said[1].startswith("model.layers.0.self_attn.q_proj.weight in vllm on rank 1")
+        message = run.sync_spoiled(name, place)
+        assert all(line.startswith(f"{name} in vllm on rank {rank} is not the trainer's") for rank, line in enumerate(message)), (
+            message
+        )
+    message = run.sync_spoiled("model.layers.0.self_attn.q_proj.weight", -1)
+    assert message[0] == "" and message[1].startswith("model.layers.0.self_attn.q_proj.weight in vllm on rank 1")
 
 
 @pytest.mark.parametrize("run", list(RUNS)[3:4], indirect=True)
@@ -125,7 +127,7 @@ def test_an_adapter_over_two_ranks(run: Run, tmp_path: Path) -> None:
     run.check_rounds(tmp_path)
     for where, index, has_it in ADAPTER_SPOILED.values():
         name = f"base_model.model.model.{where}.weight"
-        said = run.sync_spoiled(name, index)
+        message = run.sync_spoiled(name, index)
         for rank in (0, 1):
             line = f"{name} in vllm on rank {rank} is not the trainer's, weights of version 7: 1 of "
-            assert said[rank].startswith(line) if rank in has_it else said[rank] == "", said
+            assert message[rank].startswith(line) if rank in has_it else message[rank] == "", message

@@ -83,7 +83,7 @@ PROMPTS = [
 
 
 def test_greedy_answers_are_the_merged_models_after_each_round(case: Case) -> None:
-    """Of a new adapter, sleep and sync. The weights beside it come once."""
+    """Of a new adapter, sleep and sync. The base weights come once."""
     sync, answers = case.sync(), []
     for version in range(3):
         case.source.change(version)
@@ -97,7 +97,7 @@ def test_greedy_answers_are_the_merged_models_after_each_round(case: Case) -> No
     assert answers[0] != answers[1] != answers[2] != answers[0]
 
 
-def test_running_answers_go_on_with_the_new_adapter(case: Case) -> None:
+def test_running_responses_continue_with_the_new_adapter(case: Case) -> None:
     """What they have is computed anew: keys and values of the old adapter are gone."""
     sync = case.sync("off")
     sync(1)
@@ -140,7 +140,7 @@ def test_one_number_of_an_adapter_that_is_off_is_named(case: Case) -> None:
     assert read == sum(weight.nbytes for weight in weights.values()) * room / rank, "all of it, with vLLM's padding"
 
 
-def test_all_the_weights_beside_an_adapter_are_verified_when_they_come(case: Case) -> None:
+def test_base_weights_of_an_adapter_are_verified_completely(case: Case) -> None:
     """They come once: a sample's other parts would never be read."""
     for index in (0, -1):
         spoil_loading(case.engine, one_off("model.layers.1.self_attn.v_proj.weight", index))
@@ -194,7 +194,7 @@ def test_no_answers_without_an_adapter_and_no_adapter_without_weights(case: Case
     case.engine.abort()
     with pytest.raises(ValueError, match="do not fit"):
         case.engine.load_weights(iter(()), 2)
-    with pytest.raises(EngineAsleep, match="load_adapter: the engine has no weights that it could be beside"):
+    with pytest.raises(EngineAsleep, match="load_adapter: the engine has no base weights for an adapter"):
         case.engine.load_adapter(case.source.adapter_config, iter(case.source.weights().items()), 2)
 
 
@@ -221,7 +221,7 @@ def spec_with_rank(path: Path, rank: int) -> RolloutSpec:
 
 
 def test_a_mixture_of_experts_is_refused_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM would fail in its first step: beside an adapter its experts are Triton's."""
+    """vLLM would fail in its first step: with an adapter its experts are Triton's."""
     from vllm.model_executor.layers.fused_moe import MoERunner
 
     from workers.rollout.vllm.vllm_cpu import CPUWorker, SleepingWorker
@@ -230,5 +230,5 @@ def test_a_mixture_of_experts_is_refused_on_cpu(monkeypatch: pytest.MonkeyPatch)
     worker: Any = object.__new__(SleepingWorker)
     worker.vllm_config = SimpleNamespace(lora_config="one")
     worker.model_runner = SimpleNamespace(model=torch.nn.ModuleList([object.__new__(MoERunner)]))
-    with pytest.raises(ValueError, match=r"lora_sync=adapter: on CPU vLLM has no adapters beside a mixture of experts; set"):
+    with pytest.raises(ValueError, match=r"lora_sync=adapter: on CPU vLLM has no adapters for a mixture of experts; set"):
         worker.load_model()

@@ -107,7 +107,7 @@ def probed(case: Case, *, exact: bool) -> Any:
     return held
 
 
-def test_an_exact_probe_reads_each_number_to_the_bit(case: Case) -> None:
+def test_an_exact_probe_reads_each_number_bitwise(case: Case) -> None:
     case.sync("off")(0)
     held = probed(case, exact=True)
     assert (held.lines, held.line_bytes) == (64, 2 * 96 * torch.finfo(getattr(torch, case.dtype)).bits // 8)
@@ -138,7 +138,7 @@ def test_a_sampled_probe_sees_more_than_twice_what_rounding_may_do(case: Case) -
 
 
 def test_inputs_that_are_exchanged_show(case: Case) -> None:
-    """Neighbours are summed with unlike factors, so that their sum tells them apart."""
+    """Neighbours are summed with unlike factors, so that their sum distinguishes them."""
     name = "model.layers.0.self_attn.q_proj.weight"
 
     def exchange(of: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -151,7 +151,7 @@ def test_inputs_that_are_exchanged_show(case: Case) -> None:
             sync(version)
 
 
-def test_what_has_no_known_place_is_said(case: Case) -> None:
+def test_weights_without_a_known_place_are_reported(case: Case) -> None:
     held = case.engine.held_weights(exact=False)
     case.engine.held_weights = lambda *, exact: [one for one in held if "model.norm.weight" not in one.names]  # type: ignore[method-assign]
     with pytest.raises(ValueError, match=r"keeps model.norm.weight \(1 in all\)"):

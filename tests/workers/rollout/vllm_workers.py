@@ -1,4 +1,4 @@
-"""Hosts with a trained actor and vLLM beside it: what a worker of a run has."""
+"""Workers with a trained actor and a colocated vLLM engine, as in a run."""
 
 import gc
 import os
@@ -96,10 +96,10 @@ def greedy_errors(model: PreTrainedModel, engine: Rollout, prompts: Sequence[tup
 
 def greedy_error(model: PreTrainedModel, asked: Request, completion: Completion) -> float:
     ids = torch.tensor([asked.prompt_ids])
-    theirs = model.generate(
+    expected = model.generate(
         ids, do_sample=False, max_new_tokens=asked.sampling.max_tokens, attention_mask=torch.ones_like(ids), eos_token_id=1
     )
-    assert list(completion.token_ids) == theirs[0, ids.shape[1] :].tolist()
+    assert list(completion.token_ids) == expected[0, ids.shape[1] :].tolist()
     return log_prob_error(model, asked, completion)
 
 
@@ -131,7 +131,7 @@ class SpoilingWorker(Worker):
         return ""
 
     def signal_at(self, count: int, number: int) -> None:
-        """From now on the process gets this signal when so many tensors have gone by in a sync."""
+        """From now on the process gets this signal when this number of tensors has passed in a sync."""
 
         def watched(weights: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
             for i, pair in enumerate(weights):
