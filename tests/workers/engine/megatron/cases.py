@@ -149,7 +149,7 @@ def holds(engine: MegatronEngine) -> dict[str, Any]:
     return {
         "layers": [layer.layer_number for chunk in engine._chunks for layer in chunk.decoder.layers],
         "parameters": sum(param.numel() for chunk in engine._chunks for param in chunk.parameters()),
-        "moments": sum(tensor.numel() for tensor in engine._own_state()),
+        "moments": sum(tensor.numel() for tensor in engine._separate_state()),
         "share": share.total_tokens,
         "tokens": tokens[0],
         "attended": len(attended),

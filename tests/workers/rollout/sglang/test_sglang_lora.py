@@ -177,7 +177,7 @@ def test_what_sglang_refuses_is_raised_and_the_next_sync_is_its_own(case: Case) 
     sync(1)
     engine, adapter = case.engine.engine, case.engine.adapter
     assert engine is not None and adapter is not None
-    too_large = {**adapter.in_words(case.source.adapter_config), "r": 99}
+    too_large = {**adapter.sglang_config(case.source.adapter_config), "r": 99}
     with pytest.raises(RuntimeError, match=r"SGLang failed in load_adapter:(.|\n)*rank 99 is incompatible"):
         engine.call("load_adapter", too_large, torch.zeros(1), [])
     with pytest.raises(RuntimeError, match=r"SGLang failed in take_adapter:(.|\n)*not brought the adapter of old to this rank"):
