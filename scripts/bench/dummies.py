@@ -39,7 +39,7 @@ CLOCK = Clock()
 
 
 class Dummy:
-    """In the place of workers/roles/worker.py's Host."""
+    """Replacement for workers/roles/worker.py's Worker."""
 
     def __init__(self, info: WorkerInfo, *_: Any, **__: Any) -> None:
         self.info = info

@@ -13,7 +13,8 @@ from tests.layout.source import ROOT
 
 CLEAN = (
     "configs/base", "configs/schema", "configs/sweeps", "configs/validation", "data_preprocess", "examples",
-    "scripts/gpu", "trainer/algorithms", "trainer/data", "trainer/rewards", "trainer/harness.py", "workers/batch.py",
+    "scripts/gpu", "tests/workers/engine", "tests/workers/roles", "tests/workers/rollout", "trainer/algorithms",
+    "trainer/data", "trainer/rewards", "trainer/harness.py", "workers/batch.py",
     "workers/determinism.py", "workers/engine", "workers/host_memory.py", "workers/metric.py", "workers/model_path.py",
     "workers/plan.py", "workers/rollout", "workers/seeding.py", "workers/start_times.py", "README.md", "docs/tutorial.md",
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Whether a model's files are there: what is wrong is told in one line, before anything is loaded."""
+"""Whether a model's files are there: problems are reported in one line, before anything is loaded."""
 
 import json
 from pathlib import Path

@@ -52,7 +52,7 @@ class TokenSharding:
         return here + total // self.group.size() * self.group.rank()
 
     def whole(self, mine: Tensor) -> Tensor:
-        """All-gather (T / sp, ...) -> (T, ...), for results that all ranks use identically: see gather_alike."""
+        """All-gather (T / sp, ...) -> (T, ...), for results that all ranks use identically: see gather_replicated."""
         return gather_replicated(mine, self.group)
 
     def to_heads(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:

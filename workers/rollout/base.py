@@ -177,7 +177,7 @@ class Rollout(ABC):
     def load_weights(self, weights: Iterator[tuple[str, Tensor]], version: int) -> None:
         """Copy weights into the engine and drop whatever depends on the old ones (KV and prefix caches).
 
-        weights: full tensors, named as by in_its_names.
+        weights: full tensors, named as by to_engine_names.
         """
 
     def share_weights(self, weights: dict[str, Tensor], version: int) -> bool:

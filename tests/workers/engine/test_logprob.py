@@ -196,7 +196,7 @@ def test_large_vocabularies_get_smaller_chunks() -> None:
 
 
 def test_the_gradient_of_the_weight_is_summed_where_it_lies() -> None:
-    """In the weight's own dtype there is one of its size, and beside it chunks, which are small here."""
+    """In the weight's own dtype there is one of its size, in addition to chunks, which are small here."""
     hidden, weight, _, targets = inputs(64, 100, 500, torch.float32)
     log_probs, _ = head_log_probs(hidden, weight, None, targets, temperature=1.0, want_entropy=False, chunk=2)
     with Alive([hidden, weight]) as alive:

@@ -22,7 +22,7 @@ from workers.roles.model_role import ModelRole
 LENGTHS = [9, 14, 9, 5, 12, 9, 6, 5, 7]
 PROMPTS = [5, 5, 5, 5, 6, 1, 6, 3, 0]
 GROUPS = [0, 0, 0, 0, 1, 2, 1, 3, 4]
-"""Row 3 is its prompt alone; rows 5 and 7 and 8 share with nobody."""
+"""Row 3 is its prompt alone; rows 5 and 7 and 8 share with no row."""
 
 
 def grouped(dtype: torch.dtype = torch.float64) -> Batch:

@@ -1,4 +1,4 @@
-"""Weights by rows, from files that a model was saved in, and what is said of files that are wrong."""
+"""Weights by rows, from the files of a saved model, and errors for files that are wrong."""
 
 import os
 from pathlib import Path

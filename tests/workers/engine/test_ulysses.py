@@ -1,4 +1,4 @@
-"""Which models so many ranks can share. What they compute: fsdp/test_engine_cuts.py."""
+"""Which models a number of ranks can share. What they compute: fsdp/test_engine_cuts.py."""
 
 import pytest
 

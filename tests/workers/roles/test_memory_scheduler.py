@@ -1,4 +1,4 @@
-"""Who is where in each phase, seen by engines that only remember what they were told."""
+"""What is on the device in each phase, with engines that only record their calls."""
 
 import gc
 from typing import Any, Literal, cast

@@ -28,7 +28,7 @@ AWAY = ("another forward", "sync", "generate", "rest")
 
 
 def main(offloads: int, path: str) -> None:
-    """Two rounds of what an actor with a reference and a rollout engine beside it goes through; then everything too early."""
+    """Two rounds of an actor, a reference and a colocated rollout engine; then every call too early."""
     from workers.engine.megatron.megatron_engine import MegatronEngine  # loading it changes torch: in these processes alone
 
     torch.set_num_threads(1)

@@ -1,4 +1,4 @@
-"""How a role's save is started, asked after, and told."""
+"""How a role's save is started, polled and reported."""
 
 from concurrent.futures import Future
 from typing import Any, cast
@@ -40,6 +40,6 @@ def test_a_pending_save_can_be_polled() -> None:
     engine.future.set_exception(OSError(28, "No space left on device"))
     assert role.saved(True) == "[Errno 28] No space left on device"
     role.save("third", False)
-    engine.future.set_exception(KeyError("a mistake of ours"))
+    engine.future.set_exception(KeyError("a mistake of the engine"))
     with pytest.raises(KeyError):
         role.saved(True)

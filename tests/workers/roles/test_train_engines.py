@@ -55,7 +55,7 @@ def test_mlps_that_cannot_be_taken_in_pieces(tmp_path: Path) -> None:
 
 
 def test_a_cpu_of_a_machine_with_gpus(model: ModelConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Megatron asks torch for CUDA's device, whatever it is told."""
+    """Megatron asks torch for CUDA's device, whatever is configured."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with pytest.raises(ValueError, match="takes the GPUs of a machine that has some"):
         check_engine(ACTOR, role("megatron"), model, "lm", "cpu")

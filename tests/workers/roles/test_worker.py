@@ -66,7 +66,7 @@ def test_an_address_that_no_interface_has_chooses_none(monkeypatch: pytest.Monke
 
 
 def test_a_part_of_a_gpu_is_reserved_for_its_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a GPU: what torch is told."""
+    """Without a GPU: the calls of torch."""
     reported: list[tuple[str, float]] = []
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: reported.append(("device", device)))
     monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda part: reported.append(("fraction", part)))

@@ -1,4 +1,4 @@
-"""A trainer of a LoRA adapter by plain peft, which shares nothing with ours, and the engine's side of its syncs."""
+"""A trainer of a LoRA adapter by plain peft, which shares no code with this project, and the engine's side of its syncs."""
 
 import copy
 from collections.abc import Iterator

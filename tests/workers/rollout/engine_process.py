@@ -1,4 +1,4 @@
-"""A worker's process with one rollout engine, told by a pipe what to do and watched from outside."""
+"""A worker's process with one rollout engine, controlled by a pipe and observed from outside."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def serve(pipe: Connection, path: str, settings: dict[str, Any]) -> None:
                     model.lm_head.weight[2:].add_(0.02 * torch.randn_like(model.lm_head.weight[2:]))
                 answer = engine.load_weights(model.named_parameters(), version)
                 engine.wake(weights=False, kv_cache=True)
-            case "fill":  # the cache with so many times the same prompt
+            case "fill":  # the cache with repetitions of one prompt
                 count, length = arguments
                 engine.generate([request(i, [2 + i % 7] * length, max_tokens=2, ignore_eos=True) for i in range(count)])
                 answer = engine.stats()["cache_bytes"]

@@ -1,4 +1,4 @@
-"""An actor, with FSDP2 shards if nothing else is said, and a rollout engine beside it on two ranks, or apart from it, on Ray."""
+"""An actor, with FSDP2 shards by default, and a rollout engine, colocated on two ranks or in other processes, on Ray."""
 
 from pathlib import Path
 from typing import Literal
@@ -46,7 +46,7 @@ class Run:
         trainers: WorkerGroup | None = None,
         **changes: object,
     ) -> None:
-        """lora: an adapter, which goes to the engine alone if nothing else is said. bucket: megabytes. trainers: the group that
+        """lora: an adapter, synchronised alone by default. bucket: megabytes. trainers: the group that
         has the actor, if the engine is apart from it. changes: of the model's configuration."""
         self.size, self.path = tensor_model_parallel_size, path
         make_small(path, **changes)
@@ -141,7 +141,7 @@ class Groups:
         self.engines = start_workers(backend, "engines")
 
     def trainers(self, count: int, kind: str = "fsdp") -> WorkerGroup:
-        """One group at a time beside the engines: they take turns on few processors."""
+        """One group at a time in addition to the engines: they take turns on few processors."""
         name = f"{kind}-{count}"
         if name not in self._started:
             for other in self._started.values():

@@ -77,7 +77,7 @@ def test_tokens_come_as_often_as_transformers_would_draw_them(temperature: float
 
 @pytest.mark.parametrize("vocabulary", [1, BLOCK - 1, BLOCK, 7 * BLOCK + 3])
 def test_a_draw_is_where_the_whole_running_sum_passes_it(vocabulary: int) -> None:
-    """Draws beside the ends of tokens, nearer than float32 can tell."""
+    """Random numbers at the bounds of tokens, closer than float32 resolves."""
     n = 2000
     weights = torch.randn(n, vocabulary, generator=torch.Generator().manual_seed(5)).mul(3).exp()
     weights[:, BLOCK : 2 * BLOCK] = 0.0  # a block that holds nothing

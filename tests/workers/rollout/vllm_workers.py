@@ -131,7 +131,7 @@ class SpoilingWorker(Worker):
         return ""
 
     def signal_at(self, count: int, number: int) -> None:
-        """From now on the process gets this signal when so many tensors have gone by in a sync."""
+        """From now on the process gets this signal when this number of tensors has passed in a sync."""
 
         def watched(weights: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
             for i, pair in enumerate(weights):

@@ -283,7 +283,7 @@ class Ranks:
     """Locations and logs of a group's ranks."""
 
     def __init__(self, homes: Sequence[ray.ObjectRef], logs: Sequence[Path | None]) -> None:
-        """homes: results of ``RayShell.home``, perhaps not there yet."""
+        """homes: results of ``RayWorkerActor.home``, perhaps not there yet."""
         self._homes = list(homes)
         self.logs = logs
 
@@ -302,7 +302,7 @@ class Ranks:
         ]
 
     def _known(self) -> dict[int, tuple[str, int]]:
-        """{rank: result of ``RayShell.home``} of the ranks that lived long enough to return it."""
+        """{rank: result of ``RayWorkerActor.home``} of the ranks that lived long enough to return it."""
         arrived, _ = ray.wait(list(self._homes), num_returns=len(self._homes), timeout=HOMES_SECONDS)
         known = {}
         for ref in arrived:

@@ -1,4 +1,4 @@
-"""What two ranks and four found out: one set of processes for all tests that need so many."""
+"""Results of two and of four ranks: one set of processes for all tests with that number."""
 
 from functools import partial
 from pathlib import Path

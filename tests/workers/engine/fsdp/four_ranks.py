@@ -1,4 +1,4 @@
-"""Runs in four processes, once: goes on from what two have saved, and cuts tokens and copies. The tests look at what is written.
+"""Runs in four processes, once: resumes what two have saved, and shards tokens and copies. The tests read what is written.
 
 One process is spawned and forks: torch is imported once.
 """

@@ -146,7 +146,7 @@ class Poisoned(ToyLoss):
 
 
 class Measured(PolicyLoss):
-    """And the entropy of some tokens beside it."""
+    """Entropy of selected tokens in addition."""
 
     needs = frozenset({"log_probs", "sampled_entropy"})
 
@@ -200,7 +200,7 @@ def test_what_is_not_finite_is_skipped_and_leaves_no_trace(group: None, models: 
 
 
 def test_one_ranks_broken_row_is_skipped_by_both(two_ranks: tuple[Path, list[dict[str, Any]]]) -> None:
-    """And what both train on afterwards is the same to the bit."""
+    """Further training of both is bitwise identical too."""
     _, ranks = two_ranks
     for kind in ("gradient", "loss alone"):
         one, other = (rank["skipping"][kind] for rank in ranks)

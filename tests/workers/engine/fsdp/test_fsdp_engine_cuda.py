@@ -97,7 +97,7 @@ def test_offloaded_and_resumed_is_bitwise_identical(models: dict[str, str], tmp_
 
 
 def test_deterministic_kernels_give_bitwise_identical_gradients(models: dict[str, str]) -> None:
-    """Long rows: there FlashAttention adds up from several blocks, in whatever order they come unless it is told."""
+    """Long rows: there FlashAttention adds up from several blocks, in arbitrary order without deterministic kernels."""
     (share,), (plan,) = cut(toy_batch([1000] * 8), 1, max_tokens=8000)
     engine = toy_engine(models["qwen2"], **MIXED)
     with deterministic_kernels() as kernels:

@@ -137,7 +137,7 @@ def test_a_loss_that_is_broken_in_one_copy_is_skipped_by_all(four_ranks: FourRan
 def test_two_ranks_checkpoint_on_four(
     two_ranks: FourRanks, four_ranks: FourRanks, models: dict[str, str], group: None, name: str
 ) -> None:
-    """And what four save, one goes on from: each time as if nothing had happened."""
+    """One rank resumes what four have saved, equal to an uninterrupted run."""
     before, (path, ranks) = two_ranks[1][0]["checkpoint"], four_ranks
     found = ranks[0]["from_two_ranks"][name]
     assert_same_bits(found["loaded"], before["saved"])

@@ -112,7 +112,7 @@ def test_without_memory_for_the_copies_training_waits(
 def test_a_shard_of_several_files_is_read_by_other_ranks_too(
     group: None, models: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each file whole tensors, at most FILE bytes of them; torch's reader and ours put them together."""
+    """Each file whole tensors, at most FILE bytes of them; torch's reader and this project's assemble them."""
     engine, other = (toy_engine(models["qwen2"]) for _ in range(2))
     train(engine, range(2))
     monkeypatch.setattr("workers.engine.hf.checkpoint.FILE", 20_000)

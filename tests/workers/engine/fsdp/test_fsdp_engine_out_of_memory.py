@@ -72,7 +72,7 @@ def test_what_counts_as_out_of_memory() -> None:
     assert (
         is_out_of_memory(reported.value) and is_out_of_memory(MemoryError()) and is_out_of_memory(torch.OutOfMemoryError("CUDA"))
     )
-    assert not is_out_of_memory(RuntimeError("shapes do not match")) and not is_out_of_memory(OutOfMemory("told already"))
+    assert not is_out_of_memory(RuntimeError("shapes do not match")) and not is_out_of_memory(OutOfMemory("reported already"))
 
 
 def test_another_error_of_a_step_is_itself(group: None, models: dict[str, str]) -> None:

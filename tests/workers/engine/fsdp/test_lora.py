@@ -1,4 +1,4 @@
-"""Which adapters a model can have, and what is said of those that it cannot. No process group, no weights."""
+"""Which adapters a model can have, and the errors for those that it cannot. No process group, no weights."""
 
 import json
 from pathlib import Path
@@ -128,7 +128,7 @@ def test_an_adapter_that_does_not_fit(models: dict[str, str], adapter: Path, spo
 
 @pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors"])
 def test_nothing_but_two_files_is_read(models: dict[str, str], adapter: Path, name: str) -> None:
-    """A pickle with weights beside is left alone."""
+    """A pickle next to the weights is ignored."""
     (adapter / name).unlink()
     (adapter / "adapter_model.bin").write_bytes(malicious_pickle(adapter / "harmed"))
     line = complaint(model_config(models["qwen2"], lora_adapter_path=str(adapter)))
@@ -138,7 +138,7 @@ def test_nothing_but_two_files_is_read(models: dict[str, str], adapter: Path, na
 
 @torch.no_grad()
 def test_an_adapter_is_merged_in_float32_whatever_its_base_is_in(models: dict[str, str], tmp_path: Path) -> None:
-    """In bfloat16, which peft gives it beside such a base, its numbers would be rounded twice more."""
+    """In bfloat16, which peft uses for such a base, its numbers would be rounded twice more."""
     path = save_adapter(models["qwen2"], tmp_path / "adapter", init_lora_weights=False)
     hf = AutoModelForCausalLM.from_pretrained(models["qwen2"], dtype=torch.bfloat16)
     name, own = "model.layers.0.self_attn.q_proj", load_file(path / "adapter_model.safetensors")

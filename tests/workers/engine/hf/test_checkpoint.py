@@ -1,4 +1,4 @@
-"""A model written as its weights come, and tensors read from files, whoever wrote them."""
+"""A model written as its weights come, and tensors read from files of any writer."""
 
 import json
 import time
@@ -57,13 +57,13 @@ def test_a_file_is_what_safetensors_would_write_and_its_hash_needs_no_second_loo
         "mask": torch.tensor([True, False, True]), "turned": torch.arange(6.0).reshape(2, 3).T,
     }  # fmt: skip
     metadata = {"DCP_SHARDING_INFO": json.dumps({"a": {"saved_offsets": [0]}})}
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, tmp_path / "theirs", metadata=metadata)
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, tmp_path / "reference", metadata=metadata)
     monkeypatch.setattr(saving, "PIECE", 16)
-    written = saving.write_tensors(tmp_path / "ours", tensors, metadata)
-    assert (tmp_path / "ours").read_bytes() == (tmp_path / "theirs").read_bytes()
-    assert written == saving.SavedFile(name="ours", size=written.size, sha256=saving.sha256_of(tmp_path / "ours"))
-    assert written.size == (tmp_path / "ours").stat().st_size
-    read = load_file(tmp_path / "ours")
+    written = saving.write_tensors(tmp_path / "written", tensors, metadata)
+    assert (tmp_path / "written").read_bytes() == (tmp_path / "reference").read_bytes()
+    assert written == saving.SavedFile(name="written", size=written.size, sha256=saving.sha256_of(tmp_path / "written"))
+    assert written.size == (tmp_path / "written").stat().st_size
+    read = load_file(tmp_path / "written")
     assert all(torch.equal(read[name], tensor) for name, tensor in tensors.items())
 
 

@@ -1,4 +1,4 @@
-"""What ranks found out: one set of processes for all tests that need so many."""
+"""Results of ranks: one set of processes for all tests with that number."""
 
 from collections.abc import Callable
 from functools import cache
@@ -24,7 +24,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 @pytest.fixture(scope="session")
 def path_of(models: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
-    """Where so many ranks have left files. They are processes of their own: Megatron's shim changes torch."""
+    """Directory with the files of that number of ranks. They are processes of their own: Megatron's shim changes torch."""
 
     def of(size: int) -> Path:
         if torch.cuda.is_available():

@@ -1,4 +1,4 @@
-"""Runs in each of several processes: everything that needs so many ranks, once. The tests look at what is written here."""
+"""Runs in each of several processes: everything that needs this number of ranks, once. The tests read what is written here."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -49,7 +49,7 @@ CRITICS: dict[int, dict[str, Changes]] = {
 }
 
 
-# Each cut goes on from what the one before it saved.
+# Each layout resumes what the previous one saved.
 RESHARDED: tuple[tuple[str, Changes | None], ...] = (
     ("tp2 sp", {"tp": 2, "sequence_parallel": True}),
     ("pp2", {"pp": 2}),
@@ -204,7 +204,7 @@ def out_of_memory(rank: int, size: int, path: Path, models: dict[str, str]) -> d
 
 
 def refusals(rank: int, size: int, path: Path, models: dict[str, str]) -> dict[str, Any]:
-    """{what is wrong: what is said}"""
+    """{problem: error message}"""
 
     def complaint(make: Callable[[], object]) -> str:
         try:

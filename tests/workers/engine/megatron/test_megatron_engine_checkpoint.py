@@ -21,7 +21,7 @@ NAMES = [name for name, _ in RESHARDED]
 
 @pytest.mark.parametrize("name", NAMES)
 def test_resume_is_bitwise_identical(ranks_of: RanksOf, name: str) -> None:
-    """What a thread wrote while training went on is what was saved; loading it over later state leads to the same bits."""
+    """What a thread wrote while training continued is what was saved; loading it over later state leads to the same bits."""
     for rank in ranks_of(2):
         found = rank["resharding"][name]
         assert_same_bits(*found["metrics"])
@@ -61,7 +61,7 @@ def test_export_of_a_checkpoint(ranks_of: RanksOf, path_of: PathOf, tmp_path: Pa
 
 @pytest.mark.parametrize("name", ["tp2", "distributed"])
 def test_half_precision_keeps_float32_copies(ranks_of: RanksOf, path_of: PathOf, models: dict[str, str], name: str) -> None:
-    """Of the model's own weights at first, not of what bfloat16 left of them; they are saved, and training goes on from them."""
+    """Of the model's own weights at first, not of what bfloat16 left of them; they are saved, and it continues from them."""
     for rank in ranks_of(2):
         found = rank["half_precision"][name]
         assert_same_bits(*found["metrics"])

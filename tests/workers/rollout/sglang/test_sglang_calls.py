@@ -38,13 +38,13 @@ def calls(target: Target) -> Iterator[Calls]:
     target.go.set()
     actual.close()
     thread.join(10)
-    assert not thread.is_alive(), "it ends when nobody can call any more"
+    assert not thread.is_alive(), "it ends when no caller is left"
 
 
 def test_the_next_call_lies_ready(calls: Calls, target: Target) -> None:
     for number in range(3):
         calls.begin("work", number)
-    assert target.done == [], "nobody has waited"
+    assert target.done == [], "no call was waited for"
     target.go.set()
     assert calls.wait(left=2) == 0
     assert calls.wait(left=2) is None, "no more are waited for than have to be"

@@ -146,7 +146,7 @@ def test_what_waits_can_be_aborted(engine: SGLangRollout) -> None:
 
 
 def test_running_responses_continue_with_new_weights(engine: SGLangRollout, model: PreTrainedModel) -> None:
-    lengths = (3, 40, 90, 140, 200)  # far apart: SGLang goes on while this process is busy with something else
+    lengths = (3, 40, 90, 140, 200)  # far apart: SGLang continues while this process is busy with something else
     requests = [request(i, prompt, temperature=0.0, ignore_eos=True, max_tokens=length)
                 for i, (prompt, length) in enumerate(zip(ragged_prompts(5), lengths, strict=True))]  # fmt: skip
     expected = engine.generate(requests)

@@ -69,7 +69,7 @@ def test_what_is_left_of_an_answer_is_asked_for() -> None:
     ],
 )
 def test_why_an_answer_ended(reason: str, tokens: list[int], why: str) -> None:
-    """SGLang says abort of an answer that it was told to end, also if it had just ended by itself."""
+    """SGLang says abort of an answer that it was asked to end, also if it had just ended by itself."""
     assert PendingRequest(request(0, (2, 3), max_tokens=4), token_ids=tokens).ended(reason, LENGTH) == why
     deaf = request(0, (2, 3), max_tokens=4, ignore_eos=True)
     assert PendingRequest(deaf, token_ids=[5, 1]).ended("abort", LENGTH) == "abort"
@@ -234,7 +234,7 @@ def test_two_buckets_are_what_the_key_allows(tmp_path: Path, monkeypatch: pytest
 
 
 def test_no_bucket_outlives_its_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """While one is gathered, the tensors of the one before are gone: beside the shared memory there is one at a time."""
+    """While one is gathered, the tensors of the one before are gone: besides the shared memory there is one at a time."""
     monkeypatch.setattr("workers.rollout.sglang.sglang_engine.Client", Recorder)
     model = make_small(tmp_path)
     engine = engines.make_rollout(spec_of(str(tmp_path), name="sglang"), place())

@@ -1,4 +1,4 @@
-"""SGLang beside FSDP2 shards on two ranks, on Ray: one engine over both, and an engine on each. And what dies with what."""
+"""SGLang with FSDP2 shards on two ranks, on Ray: one engine over both, and an engine on each. And what dies with what."""
 
 import time
 from collections.abc import Iterator
@@ -88,7 +88,7 @@ def test_an_engine_that_dies_is_named_and_a_worker_takes_its_engine_along(run: R
     assert len(left) == {1: 2, 2: 0}[run.size], "the processes of that engine have ended, those of another have not"
     for process in left:
         if "sglang_server" in words(process):
-            process.suspend()  # as one that is busy: it does not see that nobody is there any more
+            process.suspend()  # as one that is busy: it does not notice that its parent is gone
             psutil.Process(process.ppid()).kill()
     deadline = time.monotonic() + 10
     while processes("sglang") and time.monotonic() < deadline:

@@ -91,7 +91,7 @@ def in_parts(case: Case) -> Iterator[Case]:
 
 @pytest.mark.soak
 def test_greedy_answers_are_the_merged_models_after_each_round(case: Case) -> None:
-    """Of a new adapter, sleep and sync. The weights beside it come once."""
+    """Of a new adapter, sleep and sync. The base weights come once."""
     sync, answers = case.sync("full"), []
     for version in range(3):
         case.source.change(version)
@@ -172,7 +172,7 @@ def test_weights_that_do_not_fit_are_named(case: Case) -> None:
 
 
 def test_what_sglang_refuses_is_raised_and_the_next_sync_is_its_own(case: Case) -> None:
-    """It says so in its result, and goes on with the adapter that it has under that name."""
+    """It says so in its result, and continues with the adapter that it has under that name."""
     sync = case.sync()
     sync(1)
     engine, adapter = case.engine.engine, case.engine.adapter

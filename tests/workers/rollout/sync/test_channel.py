@@ -36,7 +36,7 @@ WEIGHTS: dict[str, Tensor] = {
 
 
 class Trainer:
-    """export_weights, counted. fails: after so many tensors."""
+    """export_weights, counted. fails: after this number of tensors."""
 
     def __init__(self) -> None:
         self.asked: list[tuple[torch.dtype | None, str]] = []
@@ -63,7 +63,7 @@ class Ends:
         ]
 
     def sync(self, *uses: Callable[[Receiver], Any]) -> list[Future[Any]]:
-        """What became of the sender, and of each receiver with its use; after all have ended."""
+        """Results of the sender, and of each receiver with its use, after all have ended."""
 
         def receive(receiver: Receiver, use: Callable[[Receiver], Any]) -> Any:
             with receiver.sync():
@@ -95,7 +95,7 @@ def check(came: dict[str, Tensor]) -> None:
 
 
 def check_usable(ends: Ends) -> None:
-    """After whatever there was, a sync goes on as the first."""
+    """After any failure, the next sync works as the first did."""
     for ended in ends.sync(*[everything] * len(ends.receivers))[1:]:
         check(ended.result())
 

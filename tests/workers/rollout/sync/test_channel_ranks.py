@@ -1,4 +1,4 @@
-"""Engines on ranks of their own, apart from the trainer's, on Ray: the same is asked of them as of those beside it."""
+"""Engines on ranks of their own, apart from the trainer's, on Ray: the same requirements as for colocated ones."""
 
 import signal
 import time

@@ -1,4 +1,4 @@
-"""Rollout engines beside a Megatron actor that is cut otherwise than they are, on two ranks, on Ray."""
+"""Rollout engines colocated with a Megatron actor of another parallel layout, on two ranks, on Ray."""
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""How much memory a sync takes beside the engine's own, on two ranks, as the system counts it."""
+"""How much memory a sync takes in addition to the engine's own, on two ranks, as the system counts it."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""vLLM in this process, beside the trainer: parity with plain transformers, memory, what leaves no trace, and arguments."""
+"""vLLM in the process of the trainer: parity with plain transformers, memory, what leaves no trace, and arguments."""
 
 import os
 import random

@@ -1,4 +1,4 @@
-"""vLLM beside FSDP2 shards on two ranks, on Ray: one engine over both, and an engine on each."""
+"""vLLM with FSDP2 shards on two ranks, on Ray: one engine over both, and an engine on each."""
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""vLLM over two GPUs beside an actor that is sharded otherwise, as on two CPU ranks. Left out where there are no two GPUs."""
+"""vLLM over two GPUs with an actor that is sharded otherwise, as on two CPU ranks. Left out where there are no two GPUs."""
 
 from dataclasses import replace
 from importlib.util import find_spec

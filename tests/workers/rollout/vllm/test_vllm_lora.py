@@ -83,7 +83,7 @@ PROMPTS = [
 
 
 def test_greedy_answers_are_the_merged_models_after_each_round(case: Case) -> None:
-    """Of a new adapter, sleep and sync. The weights beside it come once."""
+    """Of a new adapter, sleep and sync. The base weights come once."""
     sync, answers = case.sync(), []
     for version in range(3):
         case.source.change(version)
@@ -221,7 +221,7 @@ def spec_with_rank(path: Path, rank: int) -> RolloutSpec:
 
 
 def test_a_mixture_of_experts_is_refused_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM would fail in its first step: beside an adapter its experts are Triton's."""
+    """vLLM would fail in its first step: with an adapter its experts are Triton's."""
     from vllm.model_executor.layers.fused_moe import MoERunner
 
     from workers.rollout.vllm.vllm_cpu import CPUWorker, SleepingWorker

@@ -47,7 +47,7 @@ def main(rank: int, path: str, way: str) -> None:
         with pytest.raises(AssertionError):
             greedy_errors(model, engine, prompts)
         engine.sleep()
-    assert source.given == ["full", "full", "adapter", "adapter", "adapter"], "the weights beside it came once, and were verified"
+    assert source.given == ["full", "full", "adapter", "adapter", "adapter"], "the base weights came once, and were verified"
     engine.close()
     worker.close()
 

@@ -138,7 +138,7 @@ def test_a_sampled_probe_sees_more_than_twice_what_rounding_may_do(case: Case) -
 
 
 def test_inputs_that_are_exchanged_show(case: Case) -> None:
-    """Neighbours are summed with unlike factors, so that their sum tells them apart."""
+    """Neighbours are summed with unlike factors, so that their sum distinguishes them."""
     name = "model.layers.0.self_attn.q_proj.weight"
 
     def exchange(of: str, tensor: torch.Tensor) -> torch.Tensor:
