@@ -38,7 +38,7 @@ def submit(engine: Any, lengths: Iterator[int], requests: Sequence[Request]) -> 
 
 
 def with_our_host(backend: type[LocalBackend] | type[RayBackend]) -> None:
-    """The groups that it starts are of BenchHost."""
+    """The groups that it starts are of BenchWorker."""
     start_group = backend.start_group
 
     def start(self: Any, name: str, pool: Any, worker: str, /, *args: Any, **kwargs: Any) -> WorkerGroup:

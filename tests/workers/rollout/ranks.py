@@ -67,7 +67,7 @@ class Run:
         self.groups = [group] if trainers is None else [group, trainers]
 
     def sync_spoiled(self, name: str, place: int) -> list[str]:
-        """See SpoilingHost."""
+        """See SpoilingWorker."""
         spoiled = self.groups[0].call(worker_call(SpoilingWorker.sync_spoiled, name, place))
         for trainers in self.groups[1:]:
             trainers.call(role_call("actor", ModelRole.send_weights)).result()
