@@ -148,13 +148,11 @@ def test_killed_after_the_rollback_it_ends_alike(task: Path, whole: Path, tmp_pa
     assert_the_same(run_dir, whole)
 
 
-def test_stopped_after_the_rollback_and_offloaded_it_ends_alike(task: Path, whole: Path, tmp_path: Path) -> None:
-    """At a checkpoint that remembers it: the rollback is not made again, the samples still differ."""
-    offloaded = [f"{role}.fsdp_config.param_offload=true" for role in ("actor_rollout_ref.actor", "critic")]
-    words = (*GOES_BACK, *offloaded, "critic.fsdp_config.optimizer_offload=true")
-    run_ppo(task, tmp_path, *words, f"trainer.total_training_steps={RUNG}")
+def test_stopped_after_the_rollback_it_ends_alike(task: Path, whole: Path, tmp_path: Path) -> None:
+    """At a checkpoint that remembers it: the rollback is not made again, the draws are still other ones."""
+    run_ppo(task, tmp_path, *GOES_BACK, f"trainer.total_training_steps={RUNG}")
     assert metrics_of(tmp_path)[-1]["training/rollbacks"] == 1.0
-    run_ppo(task, tmp_path, *words)
+    run_ppo(task, tmp_path, *GOES_BACK)
     assert len(told(tmp_path, "rollback")) == 1
     assert_the_same(tmp_path, whole)
 
@@ -253,6 +251,12 @@ def test_a_rollback_changes_every_seed_and_none_leaves_them(count: int) -> None:
     assert rollbacks.purpose("train") == ("train" if not count else f"train, rollback {count}")
     assert rollbacks.seed(7) == (7 if not count else seed_of(7, "rollback", count))
     assert rollbacks.metrics() == ({} if not count else {"training/rollbacks": count})
+
+
+def test_offloaded_roles_go_back_too(task: Path, tmp_path: Path) -> None:
+    offloaded: Any = [f"{role}.fsdp_config.param_offload=true" for role in ("actor_rollout_ref.actor", "critic")]
+    run_ppo(task, tmp_path, *GOES_BACK, *offloaded, "critic.fsdp_config.optimizer_offload=true")
+    assert metrics_of(tmp_path)[-1]["training/rollbacks"] == 1.0
 
 
 @pytest.mark.soak
