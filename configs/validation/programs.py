@@ -57,8 +57,9 @@ GROUP_ESTIMATORS = (
 
 
 def block_problems(config: Any) -> Iterator[str]:
-    """Problems of single blocks, which their `problems` methods report, in the order of the schema."""
-    for field in fields(config):
+    """Problems of single blocks, which their `problems` methods report."""
+    # The trainer block first, because its workers are the base of all other sizes; then in the order of the schema.
+    for field in sorted(fields(config), key=lambda field: field.name != "trainer"):
         block = getattr(config, field.name)
         if isinstance(block, Checked):
             yield from block.problems()

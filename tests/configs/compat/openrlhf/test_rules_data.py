@@ -57,7 +57,7 @@ def test_lengths_of_the_newer_command_line() -> None:
     assert (found["data.max_prompt_length"], found["data.max_response_length"]) == ("300", "700")
     halves = settings(newer)
     assert (halves["data.max_prompt_length"], halves["data.max_response_length"]) == ("1024", "1024")
-    with pytest.raises(ConfigError, match=r"^--data.max_len 500: leaves -200 tokens to a prompt \(500 - 700\)$"):
+    with pytest.raises(ConfigError, match=r"^--data.max_len 500: leaves -200 tokens for a prompt \(500 - 700\)$"):
         translated(newer + "--data.max_len 500 --rollout.max_new_tokens 700")
 
 
