@@ -164,7 +164,7 @@ def test_what_only_the_free_form_takes() -> None:
 
 
 def test_the_example_of_the_documentation() -> None:
-    page = (Path(__file__).parents[2] / "docs/placement.md").read_text()
+    page = (Path(__file__).parents[3] / "docs/placement.md").read_text()
     (example,) = re.findall(r"^```yaml\n(.*?)^```", page, flags=re.DOTALL | re.MULTILINE)
     tree: Any = OmegaConf.to_container(OmegaConf.create(example))
     pools = {name: (pool["nodes"], pool["gpus"], pool["fraction"]) for name, pool in tree["placement"]["pools"].items()}
