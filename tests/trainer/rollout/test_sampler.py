@@ -122,7 +122,7 @@ class Case:
     stream: PromptStream
     events: Told
 
-    def collect(self, step: int = 1) -> Batch:
+    def next_batch(self, step: int = 1) -> Batch:
         return self.sampler.next_batch(step, self.stream, Phases())
 
     def uids(self, step: int = 1) -> list[int]:
@@ -171,7 +171,7 @@ def counts(batch: Batch) -> dict[str, float]:
 
 def test_without_a_filter_a_step_is_one_round() -> None:
     case = make(["low", "mixed", "high", "gap"], groups=2, per_round=2, cap=None)
-    first, second = case.collect(1), case.collect(2)
+    first, second = case.next_batch(1), case.next_batch(2)
     assert first.rows["uid"].tolist() == [0] * 4 + [1] * 4 and first.rows["sample"].tolist() == [0, 1, 2, 3] * 2
     assert second.rows["uid"].tolist() == [2] * 4 + [3] * 3 and second.rows["sample"].tolist() == [0, 1, 2, 3, 0, 2, 3]
     assert first.meta["metrics"] == {"reward/failed": 0, "reward/failed_share": 0.0, "reward/timed_out_share": 0.0}
@@ -184,7 +184,7 @@ def test_without_a_filter_a_step_is_one_round() -> None:
 def test_groups_kept_in_earlier_rounds_stay_and_the_batch_is_the_first_in_prompt_order() -> None:
     kinds = ["low", "mixed", "high", "mixed", "mixed", "low", "mixed", "mixed", "mixed", "mixed"]
     case = make(kinds, groups=4, per_round=2)
-    batch = case.collect()
+    batch = case.next_batch()
     assert batch.rows["uid"].tolist() == [uid for uid in (1, 3, 4, 6) for _ in range(N)]
     assert batch.rows["sample"].tolist() == [0, 1, 2, 3] * 4
     assert case.engine.uids == [[0, 1], [2, 3], [4, 5], [6, 7]]
@@ -204,7 +204,7 @@ def test_surplus_is_not_carried_over() -> None:
 
 def test_the_batch_does_not_depend_on_the_size_of_the_rounds() -> None:
     kinds = ["low", "mixed", "high", "mixed", "mixed", "low", "mixed", "mixed", "gap", "mixed", "low", "high"]
-    batches = [make(kinds, groups=4, per_round=size).collect() for size in (1, 2, 3, 4, 6, 12)]
+    batches = [make(kinds, groups=4, per_round=size).next_batch() for size in (1, 2, 3, 4, 6, 12)]
     for batch in batches[1:]:
         assert all(torch.equal(batch.rows[name], batches[0].rows[name]) for name in batches[0].rows)
         assert all(torch.equal(batch.tokens[name], batches[0].tokens[name]) for name in batches[0].tokens)
@@ -213,17 +213,17 @@ def test_the_batch_does_not_depend_on_the_size_of_the_rounds() -> None:
 def test_a_step_is_a_function_of_the_step_and_of_where_the_stream_stands() -> None:
     kinds = ["low", "mixed", "high", "mixed", "mixed", "low", "mixed", "mixed", "mixed", "low", "mixed", "low"]
     whole, resumed = make(kinds, groups=3, per_round=2), make(kinds, groups=3, per_round=2)
-    whole.collect(1)
+    whole.next_batch(1)
     resumed.stream.load(whole.stream.state())
     for step in (2, 3):
-        mine, reference = resumed.collect(step), whole.collect(step)
+        mine, reference = resumed.next_batch(step), whole.next_batch(step)
         assert mine.meta == reference.meta and mine.objects == reference.objects
         assert torch.equal(mine.tokens["input_ids"], reference.tokens["input_ids"])
 
 
 def test_seeds_of_the_first_pass_are_those_of_a_run_without_a_filter() -> None:
     plain, filtered = (make(["mixed"] * 4, groups=4, per_round=4, cap=cap) for cap in (None, 0))
-    assert torch.equal(plain.collect().tokens["input_ids"], filtered.collect().tokens["input_ids"])
+    assert torch.equal(plain.next_batch().tokens["input_ids"], filtered.next_batch().tokens["input_ids"])
 
 
 def test_without_a_rollback_seeds_are_what_they_always_were_and_each_gives_others() -> None:
@@ -231,7 +231,7 @@ def test_without_a_rollback_seeds_are_what_they_always_were_and_each_gives_other
     for count in (0, 1, 2):
         case = make(["mixed"] * 4, groups=4, per_round=4, cap=None)
         case.sampler.rollbacks.count = count
-        case.collect(step=3)
+        case.next_batch(step=3)
         drawn.append(case.engine.asked[0].rows["seed"].tolist())
     assert drawn[0] == [seed_of(7, "train", 3, uid, sample) for uid in range(4) for sample in range(N)]
     assert len({seed for seeds in drawn for seed in seeds}) == 3 * 4 * N
@@ -239,7 +239,7 @@ def test_without_a_rollback_seeds_are_what_they_always_were_and_each_gives_other
 
 def test_in_the_next_pass_a_kept_prompt_is_not_asked_again_and_a_dropped_one_draws_anew() -> None:
     case = make(["mixed", "low>mixed", "mixed", "low"], groups=3, per_round=4)
-    batch = case.collect()
+    batch = case.next_batch()
     assert case.engine.uids == [[0, 1, 2, 3], [1, 3]]
     assert batch.rows["uid"].tolist() == [0] * 4 + [2] * 4 + [1] * 4, "in the order in which they were asked"
     first, again = case.engine.asked
@@ -257,7 +257,7 @@ def test_a_round_whose_prompts_are_all_kept_asks_no_one() -> None:
 def test_the_cap_says_what_is_missing() -> None:
     case = make(["mixed", "low", "high", "lost", "low", "mixed"], groups=3, per_round=2, cap=2)
     with pytest.raises(ValueError) as caught:
-        case.collect(5)
+        case.next_batch(5)
     assert str(caught.value) == (
         "step 5: algorithm.filter_groups kept 1 of the 3 groups that the batch needs (data.train_batch_size) in 2 rounds, and "
         "algorithm.filter_groups.max_num_gen_batches=2 is reached: of 4 groups 1 were all wrong (every answer score <= 0), 1 all "
@@ -271,16 +271,16 @@ def test_the_cap_says_what_is_missing() -> None:
 def test_without_a_cap_a_pass_that_keeps_nothing_ends_the_step(cap: int) -> None:
     case = make(["mixed", "low", "high", "low", "high", "low"], groups=2, per_round=2, cap=cap)
     with pytest.raises(ValueError, match=r"kept 1 of the 2 .* in 4 rounds, and 3 rounds, a whole pass over the data, kept none"):
-        case.collect()
+        case.next_batch()
     assert case.engine.uids == [[0, 1], [2, 3], [4, 5], [1]]
 
 
 def test_a_group_is_judged_by_the_answers_that_have_a_score() -> None:
     case = make(["gap", "lost", "failed", "mixed"], groups=2, per_round=4)
-    batch = case.collect()
+    batch = case.next_batch()
     assert batch.rows["uid"].tolist() == [0] * 3 + [3] * 4, "of gap three answers are left, and they differ"
     assert counts(batch)["dropped_failed"] == 2 and counts(batch)["reward/failed"] == 1 + 3 + 4
-    in_rounds = make(["gap", "lost", "failed", "mixed"], groups=2, per_round=2).collect()
+    in_rounds = make(["gap", "lost", "failed", "mixed"], groups=2, per_round=2).next_batch()
     assert counts(in_rounds) == counts(batch) | {"rounds": 2.0}
 
 
@@ -290,26 +290,26 @@ def test_one_answer_a_prompt_is_always_kept() -> None:
 
 def test_all_rewards_failed_is_reported_in_the_first_round_and_forgiven_later() -> None:
     with pytest.raises(ValueError, match="all 8 rewards of the step failed; the first: KeyError: 'x'"):
-        make(["failed", "failed", "mixed", "mixed"], groups=1, per_round=2).collect()
+        make(["failed", "failed", "mixed", "mixed"], groups=1, per_round=2).next_batch()
     with pytest.raises(ValueError, match="all 8 rewards of the step failed"):
-        make(["failed", "failed"], groups=2, per_round=2, cap=None).collect()
+        make(["failed", "failed"], groups=2, per_round=2, cap=None).next_batch()
     assert make(["mixed", "low", "failed", "failed", "mixed", "low"], groups=2, per_round=2).uids() == [0, 4]
 
 
 def test_rows_without_a_score_are_kept_aside_with_their_error_and_the_first_is_an_event() -> None:
     case = make(["low", "gap", "mixed", "lost"], groups=2, per_round=2, cap=None)
-    case.collect(1)
+    case.next_batch(1)
     (aside,) = case.sampler.left_out
     assert aside.rows["uid"].tolist() == [1] and aside.objects["reward_error"] == ["KeyError: 'x' (reward.py:3)"]
     assert case.events == [(1, "reward", "1 of 8 rewards of training failed: KeyError: 'x' (reward.py:3)")]
-    batch = case.collect(2)
+    batch = case.next_batch(2)
     assert [part.rows["uid"].tolist() for part in case.sampler.left_out] == [[3] * 3], "of the last step alone"
     assert batch.meta["metrics"]["reward/failed_share"] == 3 / 8 and len(case.events) == 1, "once for each kind"
 
 
 def test_every_round_of_a_filter_counts_its_failures() -> None:
     case = make(["gap", "lost", "failed", "mixed"], groups=2, per_round=2)
-    batch = case.collect()
+    batch = case.next_batch()
     assert batch.meta["metrics"]["reward/failed_share"] == (1 + 3 + 4) / 16
     assert sum(map(len, case.sampler.left_out)) == 8
 
@@ -318,7 +318,7 @@ def test_every_round_of_a_filter_counts_its_failures() -> None:
 def test_what_a_time_out_is_worth(score: float | None) -> None:
     """By default a late answer is left out, and hanging the checker costs nothing: the rest are all right, advantage 0."""
     case = make(["late"], f"timeout_score={'null' if score is None else score}", groups=1, per_round=1, cap=None)
-    batch = case.collect()
+    batch = case.next_batch()
     late = {"reward/failed_share": 0.5, "reward/timed_out_share": 0.5}
     if score is None:
         assert batch.rows["score"].tolist() == [1.0, 1.0] and batch.meta["metrics"] == {"reward/failed": 2} | late
@@ -335,7 +335,7 @@ def test_what_must_differ_is_the_metric() -> None:
     with pytest.raises(
         ValueError, match=r"metric=accuracy: the reward function reports no such number .* acc, score, seq_reward, twice"
     ):
-        make(kinds, groups=2, per_round=4, metric="accuracy").collect()
+        make(kinds, groups=2, per_round=4, metric="accuracy").next_batch()
 
 
 OVERLONG = (
@@ -345,7 +345,7 @@ OVERLONG = (
 
 
 def test_shaped_rewards_are_trained_on_and_the_score_stays() -> None:
-    batch = make(["mixed", "low"], *OVERLONG, "shaping.clip=[-1.0,0.5]", groups=2, per_round=2, cap=None).collect()
+    batch = make(["mixed", "low"], *OVERLONG, "shaping.clip=[-1.0,0.5]", groups=2, per_round=2, cap=None).next_batch()
     assert batch.rows["score"].tolist() == [0.0, 1.0, 0.0, 1.0, 0.0, 0.0, 0.0, 0.0]
     penalty = -0.8 * 2 / 4  # two of the three tokens are in the buffer
     expected = [penalty, 0.5, penalty, 0.5] + [penalty] * 4
@@ -361,7 +361,7 @@ def test_an_answer_that_was_cut_pays_at_its_own_last_token() -> None:
     overrides = ("missing_eos_penalty=0.7", *OVERLONG[:4], "shaping.clip=[-0.9,2.0]")
     case = make(["mixed", "low"], *overrides, groups=2, per_round=2, cap=None)
     case.engine.cut = (1, 4)
-    batch = case.collect()
+    batch = case.next_batch()
     whole, cut = -0.8 * 2 / 4, -0.8 * 1 / 4 - 0.7  # three trained tokens, and two
     assert batch.rows["reward"].tolist() == pytest.approx([whole, 1 + cut, whole, 1 + whole, -0.9, whole, whole, whole])
     assert batch.rows["score"].tolist() == [0.0, 1.0, 0.0, 1.0] + [0.0] * 4
@@ -370,48 +370,48 @@ def test_an_answer_that_was_cut_pays_at_its_own_last_token() -> None:
         assert row[-1] == reward and not row[:-1].any(), "at EOS, or where the answer was cut"
     greedy = make(["mixed"], "missing_eos_penalty=0.7", groups=1, per_round=1, cap=None, with_baselines=True)
     greedy.engine.cut = (N,)
-    assert greedy.collect().rows["baseline"].tolist() == pytest.approx([0.5 - 0.7] * N)
+    assert greedy.next_batch().rows["baseline"].tolist() == pytest.approx([0.5 - 0.7] * N)
 
 
 def test_running_statistics_see_the_training_batch_alone() -> None:
     case = make(["low", "mixed", "high", "mixed"], "shaping.normalize=running", groups=2, per_round=4)
-    batch = case.collect()
+    batch = case.next_batch()
     assert case.sampler.shaping.running.state() == {"count": 8, "mean": 0.5, "squares": 2.0}
     assert batch.rows["reward"].tolist() == [-1.0, 1.0] * 4 and batch.rows["score"].tolist() == [0.0, 1.0] * 4
 
 
 def test_each_row_knows_the_reward_of_its_prompts_greedy_answer() -> None:
     case = make(["mixed", "high", "gap"], groups=3, per_round=3, cap=None, with_baselines=True)
-    batch = case.collect()
+    batch = case.next_batch()
     (asked,) = case.engine.asked
     assert asked.rows["greedy"].tolist() == [False, False, False, False, True] * 3, "in one call with the samples"
     assert batch.rows["uid"].tolist() == [0] * 4 + [1] * 4 + [2] * 3 and batch.rows["sample"].tolist()[:4] == [0, 1, 2, 3]
     assert batch.rows["baseline"].tolist() == [0.5] * 4 + [1.0] * 4 + [0.5] * 3
     assert batch.rows["score"].tolist() == [0.0, 1.0, 0.0, 1.0] + [1.0] * 4 + [0.0, 0.0, 1.0]
     assert batch.meta["generated_tokens"] == 3 * (N + 1) * 3
-    plain = make(["mixed", "high", "gap"], groups=3, per_round=3, cap=None).collect()
+    plain = make(["mixed", "high", "gap"], groups=3, per_round=3, cap=None).next_batch()
     assert torch.equal(batch.tokens["input_ids"], plain.tokens["input_ids"]), "the samples are drawn as without it"
 
 
 def test_without_a_baseline_the_prompts_answers_are_left_out() -> None:
-    batch = make(["mixed", "no baseline", "mixed"], groups=3, per_round=3, cap=None, with_baselines=True).collect()
+    batch = make(["mixed", "no baseline", "mixed"], groups=3, per_round=3, cap=None, with_baselines=True).next_batch()
     assert batch.rows["uid"].tolist() == [0] * 4 + [2] * 4 and batch.meta["metrics"]["reward/failed"] == 4
     assert batch.meta["metrics"]["reward/failed_share"] == 1 / 15, "one of fifteen that were scored, greedy ones included"
-    filtered = make(["no baseline", "low", "mixed", "mixed"], groups=2, per_round=2, with_baselines=True).collect()
+    filtered = make(["no baseline", "low", "mixed", "mixed"], groups=2, per_round=2, with_baselines=True).next_batch()
     assert filtered.rows["uid"].tolist() == [2] * 4 + [3] * 4 and counts(filtered)["dropped_failed"] == 1
     assert filtered.rows["baseline"].tolist() == [0.5] * 8
     with pytest.raises(ValueError, match="the first: of the greedy answer: KeyError: 'x'"):
-        make(["no baseline"], groups=1, per_round=1, cap=None, with_baselines=True).collect()
+        make(["no baseline"], groups=1, per_round=1, cap=None, with_baselines=True).next_batch()
 
 
 def test_a_baseline_is_shaped_as_its_prompts_rewards_are() -> None:
     overrides = (*OVERLONG, "shaping.clip=[-0.3,0.5]", "shaping.normalize=group")
-    batch = make(["mixed", "low"], *overrides, groups=2, per_round=2, cap=None, with_baselines=True).collect()
+    batch = make(["mixed", "low"], *overrides, groups=2, per_round=2, cap=None, with_baselines=True).next_batch()
     # mixed: 0 - 0.4 and 1 - 0.4, clipped to -0.3 and 0.5: mean 0.1, spread 0.4; the greedy answer's 0.5 - 0.4 is 0.1
     assert batch.rows["reward"].tolist() == pytest.approx([-1.0, 1.0, -1.0, 1.0] + [0.0] * 4, abs=1e-6)
     assert batch.rows["baseline"].tolist() == pytest.approx([0.0] * 8, abs=1e-6)
     greedy_alone = make(["high"], "shaping.normalize=running", groups=1, per_round=1, cap=None, with_baselines=True)
-    greedy_alone.collect()
+    greedy_alone.next_batch()
     assert greedy_alone.sampler.shaping.running.count == N, "baselines do not count"
 
 
