@@ -102,7 +102,7 @@ def test_sparse_tensors_and_functions_travel_too() -> None:
     assert unpack(pack(functools.partial(max, 3)))(5) == 5
 
 
-PAIRS = Mesh(shard_of_rank=(0, 0, 1, 1), answers=(0, 3))
+PAIRS = Mesh(shard_of_rank=(0, 0, 1, 1), output_ranks=(0, 3))
 
 
 def test_ranks_of_a_replica_get_the_same_shard() -> None:
