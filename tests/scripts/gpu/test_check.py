@@ -68,7 +68,7 @@ def test_a_step_without_a_mismatch_fails(tmp_path: Path) -> None:
 def test_steps_that_were_done_again_fail(tmp_path: Path) -> None:
     found = attempt(tmp_path, HEALTHY, HEALTHY)
     before = [(found.run_dir / "metrics.jsonl").read_text().splitlines()[0].replace("0.001", "0.002")]
-    with pytest.raises(Failed, match="done again"):
+    with pytest.raises(Failed, match="ran again"):
         found.check_steps(found.run_dir, before, 2)
 
 
