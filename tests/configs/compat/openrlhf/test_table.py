@@ -29,7 +29,9 @@ def test_targets_are_keys(name: str) -> None:
 @pytest.mark.parametrize("name", SOURCES)
 def test_every_flag_has_an_effect(name: str) -> None:
     for flag in SOURCES[name].flags.values():
-        has_effect = bool(targets(flag) or flag.implied or flag.none or flag.rule or flag.part_of or SOURCES[name].parts(flag.name))
+        has_effect = bool(
+            targets(flag) or flag.implied or flag.none or flag.rule or flag.part_of or SOURCES[name].parts(flag.name)
+        )
         assert has_effect, flag.name
         assert not (flag.rule and (targets(flag) or flag.none or flag.implied)), f"{flag.name}: the rule says all"
         if flag.values is not None:
