@@ -128,16 +128,16 @@ def _plain(flag: Flag, arguments: Arguments) -> Iterator[Entry]:
             yield mapped((name,), flag.absent)
     elif flag.values is not None and words[0] in flag.values:
         settings = flag.values[words[0]]
-        yield mapped((name,), settings, flag.note) if settings else implied((name,), flag.implied)
-    elif flag.values is not None and not flag.none:
+        yield mapped((name,), settings, flag.remarks.note) if settings else implied((name,), flag.remarks.implied)
+    elif flag.values is not None and not flag.remarks.none:
         raise ConfigError(f"--{arguments.spelt(name)} {words[0]}: is none of {', '.join(flag.values)}")
-    elif flag.none:
-        yield none((name,), flag.none)
-    elif flag.implied:
-        yield implied((name,), flag.implied)
+    elif flag.remarks.none:
+        yield none((name,), flag.remarks.none)
+    elif flag.remarks.implied:
+        yield implied((name,), flag.remarks.implied)
     else:
         value: Any = words[0] if flag.takes == 1 else list(words)
-        note = flag.note
+        note = flag.remarks.note
         if flag.convert:
             value, remark = CONVERSIONS[flag.convert](flag, arguments)
             note = remark or note

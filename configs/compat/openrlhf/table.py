@@ -21,6 +21,18 @@ Settings = Mapping[str, Any]
 """{target key: value}. A text comes from the command line and is converted to the key's type."""
 
 
+@dataclass(frozen=True, slots=True)
+class Remarks:
+    """Texts printed with a translated flag; see the head of configs/openrlhf.yaml."""
+
+    note: str = ""
+    implied: str = ""
+    none: str = ""
+
+
+NO_REMARKS = Remarks()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Flag:
     """A flag. name: the older spelling, or the newer one if there is none. Other fields: head of configs/openrlhf.yaml."""
@@ -37,9 +49,7 @@ class Flag:
     newer_default: Any = None
     absent: Settings = field(default_factory=dict)
     part_of: str = ""
-    note: str = ""
-    implied: str = ""
-    none: str = ""
+    remarks: Remarks = NO_REMARKS
     rule: str = ""
     secret: bool = False
 
@@ -104,7 +114,9 @@ def openrlhf() -> Table:
 def _flag(name: str, fields: Mapping[str, Any]) -> Flag:
     newer = tuple(fields.get("newer", name if "." in name else "").split())
     lists = {key: tuple(fields[key].split()) for key in ("to", "spread") if key in fields}
-    return Flag(name=name, **{**fields, **lists, "newer": newer})
+    remarks = Remarks(**{key: fields[key] for key in ("note", "implied", "none") if key in fields})
+    others = {key: value for key, value in fields.items() if key not in ("note", "implied", "none")}
+    return Flag(name=name, remarks=remarks, **{**others, **lists, "newer": newer})
 
 
 @dataclass(frozen=True, slots=True)

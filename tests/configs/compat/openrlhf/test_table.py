@@ -30,12 +30,17 @@ def test_targets_are_keys(name: str) -> None:
 def test_every_flag_has_an_effect(name: str) -> None:
     for flag in SOURCES[name].flags.values():
         has_effect = bool(
-            targets(flag) or flag.implied or flag.none or flag.rule or flag.part_of or SOURCES[name].parts(flag.name)
+            targets(flag)
+            or flag.remarks.implied
+            or flag.remarks.none
+            or flag.rule
+            or flag.part_of
+            or SOURCES[name].parts(flag.name)
         )
         assert has_effect, flag.name
-        assert not (flag.rule and (targets(flag) or flag.none or flag.implied)), f"{flag.name}: the rule says all"
+        assert not (flag.rule and (targets(flag) or flag.remarks.none or flag.remarks.implied)), f"{flag.name}: the rule says all"
         if flag.values is not None:
-            assert flag.none or flag.implied or all(flag.values.values()), f"{flag.name}: {{}} needs `implied`"
+            assert flag.remarks.none or flag.remarks.implied or all(flag.values.values()), f"{flag.name}: {{}} needs `implied`"
             assert flag.default is None or str(flag.default) in flag.values, flag.name
             assert not {*flag.to, *flag.spread}, f"{flag.name}: `values` says all"
 
