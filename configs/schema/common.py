@@ -4,6 +4,7 @@ Only types and constraints. Defaults, and the comments that explain them, are in
 """
 
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, NamedTuple
@@ -34,14 +35,14 @@ def is_ever(frequency: Frequency) -> bool:
     return isinstance(frequency, str) or frequency > 0
 
 
-class Checked:
+class Checked(ABC):
     """A block with rules of its own; rules that span blocks are in configs/validation."""
 
     __slots__ = ()
 
+    @abstractmethod
     def problems(self) -> Iterator[str]:
         """One line for each value, or combination of values, that cannot work."""
-        raise NotImplementedError
 
 
 class MicroBatching(NamedTuple):

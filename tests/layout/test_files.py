@@ -13,6 +13,7 @@ SCRIPTS = sorted([*(ROOT / "scripts").rglob("*.sh"), ROOT / ".ci/run"])
 
 # (file, function) -> why an attribute is looked up by a name that is not known when the code is written.
 PROBING: dict[tuple[str, str], str] = {
+    ("configs/validation/programs.py", "block_problems"): "a walk over the fields of any configuration",
     ("trainer/rewards/sandbox/proxies.py", "_may"): "a program names the attribute that it sets",
     ("trainer/rewards/sandbox/proxies.py", "_encode"): "a named tuple is a tuple whose class has _fields",
     ("workers/batch.py", "concat"): "tokens, rows and objects are checked in the same way",

@@ -181,7 +181,7 @@ def test_groups_stay_whole_on_one_rank_and_are_halved_where_that_is_even() -> No
     rows = shared_rows([(100, [10] * 4)] * 2)
     together = rows.plan(1, Limits(max_tokens=140))
     assert sorted(sorted(part) for part in together.rows_by_rank()[0]) == [[0, 1, 2, 3], [4, 5, 6, 7]]
-    assert sorted(map(sorted, rows.plan(2, Limits(max_tokens=280)).shares)) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert sorted(map(sorted, rows.plan(2, Limits(max_tokens=280)).shards)) == [[0, 1, 2, 3], [4, 5, 6, 7]]
     quarters = rows.plan(4, Limits(max_tokens=280))
     assert [len({row // 4 for row in share}) for share in quarters.shards] == [1] * 4
     assert {tokens for _, tokens in rows.sizes(quarters)} == {120}

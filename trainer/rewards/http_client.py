@@ -29,7 +29,7 @@ class TransientError(Exception):
 
 
 class RequestRefused(Exception):
-    """Permanent failure, or too many transient ones. late: see Passing."""
+    """Permanent failure, or too many transient ones. late: see TransientError."""
 
     def __init__(self, message: str, *, late: bool = False) -> None:
         super().__init__(message)
@@ -54,7 +54,7 @@ def post(url: str, body: bytes, *, token: str | None, timeout: float, timeout_ke
     """POST the JSON ``body`` and return the decoded reply, which must be complete within ``timeout`` seconds.
 
     token: sent as «Authorization: Bearer», to this host only. timeout_key: configuration key of the timeout, for messages.
-    Raises Passing and Refused, one line without secrets.
+    Raises TransientError and Refused, one line without secrets.
     """
     headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {token}"} if token else {})
     deadline = time.monotonic() + timeout
@@ -87,7 +87,7 @@ def connection_problem(url: str, timeout: float) -> str | None:
 
 
 def with_retries(request: Callable[[], Reply], *, retries: int, backoff: float) -> Reply:
-    """Call ``request`` and retry after Passing, up to ``retries`` times with exponential backoff.
+    """Call ``request`` and retry after TransientError, up to ``retries`` times with exponential backoff.
 
     backoff: seconds before the first retry, doubled for each later one. Raises Refused.
     """

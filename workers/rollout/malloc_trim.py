@@ -17,7 +17,7 @@ def keep_freed_memory() -> None:
 
     Pages from the operating system are zeroed on first touch, which is expensive: with a sleep that released memory each time,
     it took a quarter of a small model's step; with large tensors as mappings of their own, a tenth of an update at 84M
-    parameters. give_back_free_memory still releases everything. Does nothing if a MALLOC_* environment variable is set: the
+    parameters. trim_free_memory still releases everything. Does nothing if a MALLOC_* environment variable is set: the
     user's setting of glibc has priority.
     """
     if any(name.startswith("MALLOC_") for name in os.environ):

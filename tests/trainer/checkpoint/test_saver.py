@@ -154,7 +154,7 @@ def write(model, folder, background):
 
 writer = saver(Path(sys.argv[1]), actor=1, critic=1, async_save=True)
 writer.save(2, models(2), {}, {})
-writer.settle()
+writer.finish_pending()
 slow = models(4)
 for model in slow.values():
     type(model)._write = write

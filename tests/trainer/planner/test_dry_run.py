@@ -119,8 +119,8 @@ def test_the_configuration_is_the_runs_own_and_a_run_is_left_alone(
     assert f"resumes from step 4: {run_dir}/global_step_4" in output and "6 steps (trainer.total_training_steps)" in output
     after = {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file()}
     written = after.keys() - before.keys()
-    assert written == {run_dir / dry_run.BESIDE} and {path: after[path] for path in before} == before
-    assert yaml.safe_load(after[run_dir / dry_run.BESIDE])["trainer"]["total_training_steps"] == 6
+    assert written == {run_dir / dry_run.DRY_RUN_CONFIG} and {path: after[path] for path in before} == before
+    assert yaml.safe_load(after[run_dir / dry_run.DRY_RUN_CONFIG])["trainer"]["total_training_steps"] == 6
     other = ("data.train_batch_size=4", "actor_rollout_ref.actor.ppo_mini_batch_size=4")
     message = refused(task, run_dir, capsys, *SAVED, *other)
     assert message.startswith("error: cannot resume with another configuration: ") and "data.train_batch_size: 8 -> 4" in message

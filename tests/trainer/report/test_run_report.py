@@ -169,7 +169,7 @@ def test_the_timeline_has_a_lane_for_each_pool_and_the_last_steps(tmp_path: Path
     assert drawn is not None
     assert [name.label for name in drawn.names] == ["<b>", "workers", "controller"] and drawn.labels == ["values", "gen", "adv"]
     assert drawn.colors == [8, 7, 9]
-    assert len(drawn.bars) == 3 * 3 and drawn.bars[0].told == "values: 0.200 to 0.800 s"
+    assert len(drawn.bars) == 3 * 3 and drawn.bars[0].tooltip == "values: 0.200 to 0.800 s"
     text = write_report(tmp_path).read_text(encoding="utf-8")
     assert "the last 3 steps" in text and text.count("<title>values: ") == 3 and "&lt;b&gt;</text>" in text
     assert timeline_of([*read_lines(tmp_path / "timeline.jsonl"), {GLOBAL_STEP: 6, "spans": []}], {"gen": 7}) == drawn

@@ -46,7 +46,7 @@ def batch_of(tokenizer: PreTrainedTokenizerFast, *answers: str) -> Batch:
 
 class Actor:
     def __init__(self, ranks: int = 1) -> None:
-        self.mesh = SimpleNamespace(answers=range(ranks))
+        self.mesh = SimpleNamespace(output_ranks=range(ranks))
         self.asked: list[int] = []
 
     def forward(self, batch: Batch, outputs: list[str]) -> Batch:

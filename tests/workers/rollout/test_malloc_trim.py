@@ -7,7 +7,7 @@ import pytest
 
 CODE = """
 import resource, torch
-from workers.rollout.malloc_trim import give_back_free_memory, keep_freed_memory
+from workers.rollout.malloc_trim import trim_free_memory, keep_freed_memory
 KEEP
 
 def faults():
@@ -18,7 +18,7 @@ def faults():
 
 faults()
 print(faults())
-give_back_free_memory()
+trim_free_memory()
 print(faults())
 """
 

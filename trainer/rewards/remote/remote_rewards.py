@@ -94,7 +94,7 @@ class RemoteRewards:
             return [Score(None, {}, f"no score from {self._key}: {error}", timed_out=error.late)] * len(answers)
 
     def _try_servers(self, body: bytes, n: int) -> list[Score]:
-        """Scores from the first server that returns them. Raises Passing if one failed transiently, else Refused."""
+        """Scores from the first server that returns them. Raises TransientError if one failed transiently, else Refused."""
         # Permanent failures move on to the next server too: one replica may have a bug or a wrong token that others do not.
         problems: list[TransientError | RequestRefused] = []
         for server in self._by_load():

@@ -215,13 +215,13 @@ def test_processes_die_with_a_killed_parent(rewards: Path, tmp_path: Path) -> No
     script = f"""
 import os, signal
 from tests.trainer.rewards.config import reward_config
-from trainer.rewards.pool.runner import Answer, RewardRunner
+from trainer.rewards.pool.runner import Response, RewardRunner
 function = {{"path": {str(rewards)!r}, "name": "compute_score"}}
 runner = RewardRunner(reward_config(num_workers=2, timeout=60.0, custom_reward_function=function))
-scores = runner.score([Answer("any", "sleep 0.1", "", {{"index": i}}, True) for i in range(8)])
+scores = runner.score([Response("any", "sleep 0.1", "", {{"index": i}}, True) for i in range(8)])
 print(*{{int(score.extra["pid"]) for score in scores}}, flush=True)
 signal.setitimer(signal.ITIMER_REAL, 0.3)  # kills this process in the midst of scoring
-runner.score([Answer("any", "hang", "", {{"index": i}}, True) for i in range(8)])
+runner.score([Response("any", "hang", "", {{"index": i}}, True) for i in range(8)])
 """
     run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
     assert run.returncode == -signal.SIGALRM, run.stderr

@@ -24,14 +24,14 @@ from workers.engine.base import SavedFile
 from workers.engine.fsdp.fsdp_engine import FSDPEngine
 from workers.engine.fsdp.sharding import parts
 from workers.engine.hf.checkpoint import Files, Shard, saved_tensors
-from workers.engine.saving import sha256_of
+from workers.engine.saving import WRITTEN, declared_files, sha256_of
 from workers.host_memory import Memory
 
 TwoRanks = tuple[Path, list[dict[str, Any]]]
 
 
 def contents(path: Path) -> dict[str, bytes]:
-    return {file.name: file.read_bytes() for file in path.iterdir()}
+    return {file.name: file.read_bytes() for file in path.iterdir() if file.suffix != WRITTEN}
 
 
 def test_in_the_background_the_same_bytes_are_written(two_ranks: TwoRanks) -> None:
@@ -39,6 +39,9 @@ def test_in_the_background_the_same_bytes_are_written(two_ranks: TwoRanks) -> No
     path, ranks = two_ranks
     assert contents(path / "background") == contents(path / "checkpoint")
     files = [rank["checkpoint"]["files"] for rank in ranks]
+    declared = declared_files(path / "background")
+    assert declared is not None and {file.name: file.sha256 for file in declared} == files[0] | files[1]
+    assert declared_files(path / "checkpoint") is None, "a save that training waits for declares nothing"
     assert set(files[0]) == {"shard-00001-of-00002.safetensors", "config.json", "generation_config.json"}
     assert set(files[1]) == {"shard-00002-of-00002.safetensors"}
     assert {name: sha256_of(path / "checkpoint" / name) for name in files[0] | files[1]} == files[0] | files[1]

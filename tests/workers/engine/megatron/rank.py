@@ -130,8 +130,8 @@ def resharding(rank: int, size: int, path: Path, models: dict[str, str]) -> dict
             dist.barrier()
             engine.load(str(path / name))  # back, over later state
             engine.save(str(path / f"{name} again")).result()
-            again = {file.name: file.read_bytes() for file in (path / f"{name} again").glob(f"shard-{rank + 1:05d}*")}
-            assert again == {file.name: file.read_bytes() for file in (path / name).glob(f"shard-{rank + 1:05d}*")}
+            again = {file.name: file.read_bytes() for file in (path / f"{name} again").glob(f"shard-{rank + 1:05d}*.safetensors")}
+            assert again == {file.name: file.read_bytes() for file in (path / name).glob(f"shard-{rank + 1:05d}*.safetensors")}
             found[name] = {
                 "loaded": loaded,
                 "saved": saved,

@@ -171,8 +171,8 @@ def test_a_start_that_is_broken_off_leaves_nothing_running(monkeypatch: pytest.M
 def test_stand_ins_are_there_for_sglang_alone() -> None:
     """Names are there and do nothing; this process has none of them."""
     program = """
-from workers.rollout.sglang.sglang_cpu import install_stand_ins
-install_stand_ins()
+from workers.rollout.sglang.sglang_cpu import install_stubs
+install_stubs()
 import json, torchvision.transforms.functional, triton.language as tl
 from torchvision.transforms import InterpolationMode
 from sgl_kernel import anything

@@ -81,7 +81,7 @@ def mismatch(actor: ModelRole, prompts: Batch, answers: Batch) -> float:
     mesh = actor.engine.mesh
     shares, plans = cut(whole, mesh.dp_size, max_tokens=LENGTH)
     share = shares[mesh.dp_rank]
-    found = actor.forward(share, plans[mesh.dp_rank], ["log_probs"])
+    found = actor.forward(share, plans[mesh.dp_rank], ["log_probs"], True)
     return -1.0 if found is None else float((found.tokens["log_probs"] - share.tokens["drawn"]).abs().max())
 
 
