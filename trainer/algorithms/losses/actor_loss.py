@@ -21,8 +21,8 @@ class ActorLossConfig:
     """Frozen settings of ``ActorLoss``; pickled to every worker as part of a LossSpec.
 
     policy_loss: the function object, so that one defined in a user's file reaches every worker. needs, prepare: its
-    registration. old_log_probs_from_update: the update is on-policy (one mini-batch, one epoch), so the log-probs of its own forward
-    pass serve as the old log-probs.
+    registration. old_log_probs_from_update: the update is on-policy (one mini-batch, one epoch), so the log-probs of its own
+    forward pass serve as the old log-probs.
     """
 
     actor: ActorConfig
