@@ -73,7 +73,7 @@ class RemoteModel:
         needed = batch.only(tokens=["input_ids", "response_mask"], rows=sorted(PROMPT & batch.rows.keys()))
         cuts = sharded(plan.micro_batches)
         call = role_call(self.role, ModelRole.forward, sharded(plan.split(needed)), cuts, list(outputs), adapter)
-        # The ranks that answer are those whose engine returns a batch, see Host.build_model.
+        # The ranks that answer are those whose engine returns a batch, see Worker.build_model.
         return plan.collect(cast(list[Batch], self._call("forward", plan, needed, call)))
 
     def train_step(self, mini_batch: Batch, columns: Sequence[str], *, rows: Sequence[str] = (), together: int = 1) -> Metrics:
