@@ -106,12 +106,19 @@ def _socket_problem(parent: Path) -> str | None:
 
 
 def _remove_if_dead(path: Path) -> None:
-    """Remove a session's directory and end its processes, unless its run is alive."""
-    descriptor = os.open(path, os.O_RDONLY)
+    """Remove a session's directory and end its processes, unless its run is alive.
+
+    A run that ends removes its own directory, which may happen at any point in here.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY)
+    except FileNotFoundError:
+        return
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        end_processes([str(path), os.path.realpath(path)])
-        shutil.rmtree(path)
+        if path.exists():  # else its run removed it between the two lines above
+            end_processes([str(path), os.path.realpath(path)])
+            shutil.rmtree(path)
     except BlockingIOError:  # locked: its run is alive
         return
     finally:

@@ -1,5 +1,6 @@
 """Directories of a session: short enough for sockets, alone, and gone after it."""
 
+import fcntl
 import os
 import signal
 import socket
@@ -85,6 +86,27 @@ def test_what_a_killed_run_left_goes_with_the_next(tmp_path: Path) -> None:
     assert is_alive(orphan)
     session = SessionDir(tmp_path)
     assert not left.exists() and not is_alive(orphan)
+    session.remove()
+
+
+@pytest.mark.parametrize("moment", ["open", "flock"])
+def test_a_run_that_ends_while_another_looks_for_dead_ones_is_no_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    """Its directory disappears just before the system call at which the other would find it gone."""
+    ending = tmp_path / ".ray-ending"
+    ending.mkdir()
+    module = {"open": os, "flock": fcntl}[moment]
+    call = getattr(module, moment)
+
+    def gone_before(*arguments: object, **options: object) -> object:
+        if ending.exists() and (moment == "flock" or arguments[0] == ending):
+            ending.rmdir()
+        return call(*arguments, **options)
+
+    monkeypatch.setattr(module, moment, gone_before)
+    session = SessionDir(tmp_path)
+    assert not ending.exists() and session.path.parent.exists()
     session.remove()
 
 
