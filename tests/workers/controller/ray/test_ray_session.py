@@ -99,10 +99,10 @@ def test_a_run_that_ends_while_another_looks_for_dead_ones_is_no_error(
     module = {"open": os, "flock": fcntl}[moment]
     call = getattr(module, moment)
 
-    def gone_before(*arguments: object, **options: object) -> object:
-        if ending.exists() and (moment == "flock" or arguments[0] == ending):
+    def gone_before(what: object, flags: int, **options: object) -> object:
+        if ending.exists() and (what == ending or flags == fcntl.LOCK_EX | fcntl.LOCK_NB):
             ending.rmdir()
-        return call(*arguments, **options)
+        return call(what, flags, **options)
 
     monkeypatch.setattr(module, moment, gone_before)
     session = SessionDir(tmp_path)
