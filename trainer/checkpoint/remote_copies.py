@@ -36,6 +36,12 @@ class RemoteCopies:
         except (ImportError, ValueError) as error:
             raise ValueError(f"trainer.checkpoint: {self.name}: {error}") from error
 
+    def has(self, checkpoint: Checkpoint) -> bool:
+        """Whether a complete copy of exactly this checkpoint is there. Raises what the fsspec implementation raises."""
+        self.fs.invalidate_cache()
+        manifest = f"{self.root}/{checkpoint.path.name}/{MANIFEST}"
+        return bool(self.fs.exists(manifest)) and self.fs.cat_file(manifest) == (checkpoint.path / MANIFEST).read_bytes()
+
     def put(self, checkpoint: Checkpoint) -> None:
         """Copy all files of ``checkpoint``. Raises what the fsspec implementation raises."""
         run_dir = checkpoint.path.parent

@@ -8,7 +8,7 @@ writes guarantees that:
 3. latest_checkpointed_iteration.txt is replaced, then best_checkpointed_iteration.txt.
 4. Only now are old checkpoints removed and the remote copy started.
 
-Directories with an incomplete name are leftovers of a killed run; the next start removes them.
+Directories with an incomplete name are leftovers of a killed run; the next start completes them or removes them.
 
 With async_save training waits only until the state is copied to host memory (12 bytes per parameter in float32, over all
 ranks). Threads on the workers write while the next steps run, and the controller performs steps 2 to 4 when it next polls them.
@@ -44,10 +44,11 @@ from trainer.checkpoint.manifest import (
     Manifest,
     best_step,
     code_version,
+    read_checkpoint,
     read_manifest,
 )
 from trainer.checkpoint.remote_copies import RemoteCopies
-from trainer.checkpoint.unfinished import announce, complete_interrupted, entries, make_whole
+from trainer.checkpoint.unfinished import announce, complete_interrupted, entries, make_whole, with_files
 from trainer.cluster.remote import RemoteModel, SaveFailed
 from trainer.run.errors import CheckFailed, NotSaved
 from trainer.run.events import Events
@@ -173,7 +174,7 @@ class Saver:
                 if saved is not None:
                     self._pending = None
                     files = {role: one.files for role, one in saved.items()}
-                    checkpoint = make_whole(pending.folder, pending.manifest, files)
+                    checkpoint = make_whole(pending.folder, with_files(pending.manifest, files))
                     self.problem = None
                     self._record(pending, [*saved.values()])
                     self._completed(checkpoint)
@@ -217,6 +218,7 @@ class Saver:
     def finish(self) -> None:
         """Complete the last save and print its figures. Raises NotSaved if it, or its remote copy, failed."""
         self.finish_pending()
+        self._copy_last()
         if self._figures:
             waited, size, seconds, speed = self._figures.values()
             tell(f"last checkpoint: training waited {waited:.1f} s; {size:.3g} GB written in {seconds:.1f} s ({speed:.2f} GB/s)")
@@ -273,6 +275,18 @@ class Saver:
         # At most one copy at a time: save() settles the previous one first.
         if self.copies is not None:
             self._copying = checkpoint.step, in_background(partial(self._copy, self.copies, checkpoint, best))
+
+    def _copy_last(self) -> None:
+        """Copy the latest checkpoint if it has no copy, and wait: the run was killed before that, in or after its last save."""
+        latest = self.run_dir / LATEST
+        if self.copies is None or self.problem is not None or not latest.exists():
+            return
+        checkpoint = read_checkpoint(checkpoint_dir(self.run_dir, int(latest.read_text())), weights=False)
+        self._copying = checkpoint.step, in_background(partial(self._copy_if_missing, self.copies, checkpoint))
+        self.finish_pending()
+
+    def _copy_if_missing(self, copies: RemoteCopies, checkpoint: Checkpoint) -> Exception | None:
+        return None if copies.has(checkpoint) else self._copy(copies, checkpoint, self._name_best())
 
     def _copy(self, copies: RemoteCopies, checkpoint: Checkpoint, best: int | None) -> Exception | None:
         """Copy the checkpoint and remove old copies. Runs in a thread, so that a slow remote does not delay training.

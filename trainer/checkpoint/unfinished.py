@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from trainer.checkpoint.manifest import INCOMPLETE, MANIFEST, Checkpoint, FileEntry, Manifest, read_manifest
+from trainer.checkpoint.manifest import INCOMPLETE, MANIFEST, Checkpoint, FileEntry, Manifest, check_files, read_manifest
 from trainer.run.events import Events
 from trainer.run.run_dir import LATEST, fsync_directory, fsync_tree, write_atomic
 from workers.engine.base import SavedFile
@@ -27,42 +28,65 @@ def announce(folder: Path, manifest: Manifest) -> None:
     write_atomic(folder / ANNOUNCED, json.dumps(announced))
 
 
-def make_whole(folder: Path, manifest: Manifest, written: Mapping[str, Sequence[SavedFile]]) -> Checkpoint:
-    """Complete a checkpoint whose files are all in ``folder``: it exists from the rename on.
-
-    manifest: without the files of the workers. written: these, by role.
-    """
+def with_files(manifest: Manifest, written: Mapping[str, Sequence[SavedFile]]) -> Manifest:
+    """Add the files that the workers wrote, by role."""
     files = manifest.files | {f"{role}/{name}": entry for role, some in written.items() for name, entry in entries(some).items()}
-    manifest = replace(manifest, files=dict(sorted(files.items())))
+    return replace(manifest, files=dict(sorted(files.items())))
+
+
+def make_whole(folder: Path, manifest: Manifest) -> Checkpoint:
+    """Complete a checkpoint whose files, which ``manifest`` names, are all in ``folder``: it exists from the rename on."""
     write_atomic(folder / MANIFEST, json.dumps(asdict(manifest), indent=1))
     # Everything is on disk before the rename, and the rename before LATEST names the step.
     fsync_tree(folder)
     final = folder.rename(folder.with_name(folder.name.removesuffix(INCOMPLETE)))
     fsync_directory(final.parent)
     write_atomic(final.parent / LATEST, str(manifest.step))
-    # Last: until here a killed save can be completed again.
-    remove_announcements(final)
+    # Last: until here a killed save can be completed again. The checkpoint is complete, whether they can be removed or not.
+    with suppress(OSError):
+        remove_announcements(final)
     return Checkpoint(final, manifest)
 
 
 def complete_interrupted(run_dir: Path) -> None:
-    """Complete the save during which the run was killed, if all ranks had written their files; an event reports it.
+    """Complete the save during which the run was interrupted, if all ranks had written their files.
 
-    Does nothing if LATEST has changed since the save began: the user chose an earlier checkpoint.
+    An event reports it, or the reason why it is not possible; the caller removes what stays incomplete. Does nothing if LATEST
+    has changed since the save began: the user chose an earlier checkpoint.
     """
     for path in run_dir.glob(f"global_step_*/{ANNOUNCED}"):
-        folder, announced = path.parent, json.loads(path.read_text(encoding="utf-8"))
-        if announced["latest"] != _latest(run_dir):
-            continue
-        manifest = read_manifest(json.dumps(announced["manifest"]), str(folder))
-        if not folder.name.endswith(INCOMPLETE):  # killed after the rename, before LATEST was written
-            write_atomic(run_dir / LATEST, str(manifest.step))
-            continue
-        written = {role: declared_files(folder / role) for role in manifest.roles}
-        known = {role: files for role, files in written.items() if files is not None}
-        if len(known) == len(written):
-            make_whole(folder, manifest, known)
-            Events(run_dir).add(manifest.step, "checkpoint", "completed now: all files were written when the run was killed")
+        step = int(path.parent.name.removesuffix(INCOMPLETE).rpartition("_")[2])
+        try:
+            if _complete(path, run_dir):
+                Events(run_dir).add(step, "checkpoint", "completed now: all files had been written before the interruption")
+        # A full disk, a missing file, or an announcement of another version of this code: as if the save had been interrupted
+        # earlier. The checkpoints before it must remain usable.
+        except (OSError, ValueError, LookupError, TypeError) as error:
+            Events(run_dir).add(step, "checkpoint", f"an interrupted save cannot be completed: {type(error).__name__}: {error}")
+
+
+def _complete(path: Path, run_dir: Path) -> bool:
+    """Complete the save that the file ``path`` announced. Returns whether it was written and incomplete until now."""
+    folder, announced = path.parent, json.loads(path.read_text(encoding="utf-8"))
+    if announced["latest"] != _latest(run_dir):
+        return False
+    if not folder.name.endswith(INCOMPLETE):
+        # Interrupted after the rename. A LATEST newer than the manifest was written by this save, and then edited by the user
+        # back to what it was when the save began.
+        latest = run_dir / LATEST
+        if not latest.exists() or latest.stat().st_mtime_ns < (folder / MANIFEST).stat().st_mtime_ns:
+            write_atomic(latest, folder.name.rpartition("_")[2])
+        return False
+    manifest = read_manifest(json.dumps(announced["manifest"]), str(folder))
+    written = {role: declared_files(folder / role) for role in manifest.roles}
+    known = {role: files for role, files in written.items() if files is not None}
+    if len(known) < len(written):
+        return False
+    manifest = with_files(manifest, known)
+    # An interrupted removal of the folder may have taken files, and left those that declare them.
+    check_files(folder, manifest.files, weights=False)
+    make_whole(folder, manifest)
+    return True
 
 
 def remove_announcements(checkpoint: Path) -> None:

@@ -305,7 +305,7 @@ def test_a_save_that_was_written_when_the_run_was_killed_is_completed_by_the_nex
     assert resume_state(tmp_path, 4) == {"kl": {"coefficient": 0.2}}
     files = {path.relative_to(checkpoint.path).as_posix() for path in checkpoint.path.rglob("*") if path.is_file()}
     assert files == {*checkpoint.manifest.files, "manifest.json"}
-    assert told(tmp_path) == [(4, "checkpoint", "completed now: all files were written when the run was killed")]
+    assert told(tmp_path) == [(4, "checkpoint", "completed now: all files had been written before the interruption")]
 
 
 def test_a_save_that_one_rank_had_not_written_is_not_completed(tmp_path: Path) -> None:
