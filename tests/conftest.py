@@ -12,11 +12,12 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from hydra._internal.core_plugins.importlib_resources_config_source import ImportlibResourcesConfigSource
-from hydra.plugins.config_source import ConfigResult
+from hydra._internal.sources_registry import SourcesRegistry
+from hydra.core.plugins import Plugins
+from hydra.plugins.config_source import ConfigResult, ConfigSource
 from hypothesis import settings
 
-from tests.turns import pytest_runtest_protocol  # noqa: F401 - a hook
+from tests.turns import pytest_collection_modifyitems, pytest_runtest_protocol  # noqa: F401 - hooks
 
 settings.register_profile("tandem", deadline=None, derandomize=True)  # the same examples every time
 settings.load_profile("tandem")
@@ -76,16 +77,17 @@ def no_process_left_behind() -> Iterator[None]:
 @pytest.fixture(scope="session", autouse=True)
 def package_yaml_is_read_once() -> Iterator[None]:
     """Hydra parses nine files of configs/ for every composition, which is half of its time. Tests compose a thousand times."""
-    read = ImportlibResourcesConfigSource._read_config
-
+    Plugins.instance()  # imports Hydra's own modules again: the class that it uses exists only from here on
+    source_type = SourcesRegistry.instance().resolve("pkg")
+    read = source_type._read_config
     found: dict[tuple[str, int], ConfigResult] = {}
 
-    def copied(source: ImportlibResourcesConfigSource, resource: Path) -> ConfigResult:
+    def copied(source: ConfigSource, resource: Path) -> ConfigResult:
         key = str(resource), resource.stat().st_mtime_ns
         if key not in found:
             found[key] = read(source, resource)
         return deepcopy(found[key])
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ImportlibResourcesConfigSource, "_read_config", copied)
+        patch.setattr(source_type, "_read_config", copied)
         yield

@@ -7,9 +7,20 @@ import fcntl
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import groupby
 from pathlib import Path
 
 import pytest
+
+APART = 24  # files
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put files of one folder apart: two that need the same thing made (``made_once``) at the same time wait for each other."""
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        files = {path: list(group) for path, group in groupby(items, lambda item: item.path)}
+        paths = list(files)
+        items[:] = [item for start in range(APART) for path in paths[start::APART] for item in files[path]]
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

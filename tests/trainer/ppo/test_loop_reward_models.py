@@ -65,7 +65,9 @@ WORKERS = {
 }
 
 
-@pytest.mark.parametrize("workers", WORKERS)
+@pytest.mark.parametrize(
+    "workers", [name if "Ray" not in name else pytest.param(name, marks=pytest.mark.soak) for name in WORKERS]
+)
 def test_two_models_and_a_rule_by_weight_are_the_sum_by_hand(task: Path, tmp_path: Path, workers: str) -> None:
     models = (
         f"reward.models.same={{path: {task}/same, weight: 0.5, normalize: stored, clip: [-1, 1]}}",

@@ -15,13 +15,10 @@ from tests.workers.rollout.vllm_workers import CPU_BUILD
 from workers.controller.group import PhaseTimeout, WorkerError
 from workers.controller.ray.ray_backend import RayBackend
 
-pytestmark = CPU_BUILD
+pytestmark = [CPU_BUILD, pytest.mark.soak]  # a start of SGLang on two ranks takes a minute
 
 
-ENGINES = [
-    pytest.param(2, id="one engine over two ranks"),
-    pytest.param(1, id="two engines", marks=pytest.mark.soak),  # a start of SGLang's is half a minute
-]
+ENGINES = [pytest.param(2, id="one engine over two ranks"), pytest.param(1, id="two engines")]
 
 
 @pytest.fixture(scope="module", params=ENGINES)

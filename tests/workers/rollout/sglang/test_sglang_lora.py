@@ -61,7 +61,7 @@ def spec_with(path: str, lora: dict[str, Any]) -> RolloutSpec:
     )
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="module", params=[pytest.param(None, id="sglang", marks=pytest.mark.soak)])
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Case]:
     case = Case(tmp_path_factory.mktemp("model"))
     yield case
@@ -89,7 +89,6 @@ def in_parts(case: Case) -> Iterator[Case]:
     case.take(EVERYWHERE)
 
 
-@pytest.mark.soak
 def test_greedy_answers_are_the_merged_models_after_each_round(case: Case) -> None:
     """Of a new adapter, sleep and sync. The base weights come once."""
     sync, answers = case.sync("full"), []

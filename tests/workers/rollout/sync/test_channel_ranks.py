@@ -73,7 +73,7 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("who", FAULTS)
+@pytest.mark.parametrize("who", ["an engine's rank", pytest.param("the trainer", marks=SOAK)])
 def test_who_dies_in_a_sync_is_named_at_once(who: str, groups: Groups, tmp_path: Path) -> None:
     engines, trainers = start_workers(groups.backend, "mortal-engines", 1), start_workers(groups.backend, "mortal-trainers", 1)
     run = Run(engines, tmp_path, "embedded", 1, verify_weights="full", trainers=trainers)
@@ -88,6 +88,7 @@ def test_who_dies_in_a_sync_is_named_at_once(who: str, groups: Groups, tmp_path:
     trainers.shutdown()
 
 
+@SOAK
 def test_a_late_rank_in_a_sync_is_reported(groups: Groups, tmp_path: Path) -> None:
     """The trainer is stopped. The engines' ranks wait for it, and the channel's limit is over first."""
     engines = start_workers(groups.backend, "waiting-engines", 1, collective=2.0)

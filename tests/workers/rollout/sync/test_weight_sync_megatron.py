@@ -29,7 +29,7 @@ def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerGroup]:
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.soak] if name.startswith("sglang") else []) for name in RUNS]
+    "name", [pytest.param(name, marks=[] if name.startswith("embedded") else [pytest.mark.soak]) for name in RUNS]
 )
 def test_two_stages(workers: WorkerGroup, name: str, tmp_path: Path) -> None:
     engine, size, changes = RUNS[name]

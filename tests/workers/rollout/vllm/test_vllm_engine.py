@@ -23,6 +23,8 @@ from workers.rollout.base import RolloutSpec, Sampling
 from workers.rollout.vllm.vllm_engine import engine_arguments, sampling_arguments
 
 pytestmark = CPU_BUILD
+QUICK = {("qwen3", True), ("llama", False)}
+"""(architecture, tied embeddings) outside soak: each architecture's start of vLLM takes half a minute."""
 
 
 @pytest.fixture(scope="module")
@@ -47,8 +49,16 @@ def states() -> list[Any]:
     return [torch.get_rng_state().tolist(), random.getstate(), np.random.get_state()[1].tolist(), torch.get_num_threads()]
 
 
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize(
+    ("architecture", "tied"),
+    [
+        pytest.param(
+            name, tied, id=f"{name}-{'tied' if tied else 'untied'}", marks=[] if (name, tied) in QUICK else pytest.mark.soak
+        )
+        for name in ARCHITECTURES
+        for tied in (False, True)
+    ],
+)
 def test_greedy_is_generate_before_and_after_weights_change(
     architecture: str, tied: bool, worker: Worker, tmp_path: Path
 ) -> None:

@@ -36,7 +36,10 @@ def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerGroup]:
         yield start_workers(backend)
 
 
-@pytest.fixture(scope="module", params=list(RUNS)[:2])
+@pytest.fixture(
+    scope="module",
+    params=[name if i == 0 else pytest.param(name, marks=pytest.mark.soak) for i, name in enumerate(list(RUNS)[:2])],
+)
 def run(request: pytest.FixtureRequest, workers: WorkerGroup, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     run = Run(workers, tmp_path_factory.mktemp("model"), "vllm", verify_weights="sample", **RUNS[request.param])
     yield run
