@@ -5,7 +5,7 @@ instead (workers, Ray, reward processes), and the same process starts the next o
 attempt, and decides after a failure whether another one makes sense:
 
 - Errors that the user has to fix, and errors of the controller itself, end the run.
-- ``trainer.max_restarts`` limits the number of restarts, MOST_IN_VAIN those in a row without progress.
+- ``trainer.max_restarts`` limits the number of restarts, MAX_RESTARTS_WITHOUT_PROGRESS those in a row without progress.
 - A restart with halved micro-batches after memory ran out is not counted if it repeats few steps.
 """
 
@@ -100,7 +100,7 @@ class RunLifecycle:
         """Prepare the next attempt after a failure. Raises ``error`` if there is none, Stopped if the run was to stop anyway.
 
         If memory ran out among several ranks, the next attempt has a smaller budget and is not counted. If it would repeat more
-        than LOST_AT_MOST steps, and more than trainer.save_freq puts at risk, it counts towards trainer.max_restarts; if that is
+        than MAX_REPEATED_STEPS steps, and more than trainer.save_freq puts at risk, it counts towards trainer.max_restarts; if that is
         0, ValueError says what to do.
         """
         # First: after a signal there is no restart, the run ends at its last checkpoint.
@@ -194,7 +194,7 @@ def run_with_restarts(lifecycle: RunLifecycle, attempt: Callable[[], None], *, q
     last attempt raised, or Stopped.
     """
     quietly = chatter_to(lifecycle.run_dir / CONTROLLER_LOG) if quiet else nullcontext()
-    # recorded() is outermost: graceful_stop turns signals into the exceptions from which it derives the outcome.
+    # record_status() is outermost: graceful_stop turns signals into the exceptions from which it derives the outcome.
     with lifecycle.record_status(), graceful_stop(), quietly:
         while True:
             try:

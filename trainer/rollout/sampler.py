@@ -77,7 +77,7 @@ class Sampler:
         self.rollbacks = rollbacks
         self.failures = failures
         self.left_out: list[Batch] = []
-        """Rows dropped by the last ``collect`` because their rewards failed."""
+        """Rows dropped by the last ``next_batch`` because their rewards failed."""
 
     def next_batch(self, step: int, prompts: PromptStream, phases: Phases, overlap: Overlap | None = None) -> Batch:
         """Generate the step's training batch: scored responses, ``n`` per prompt, in the order of the prompts.
@@ -168,7 +168,7 @@ class Sampler:
         batch = self.generate_and_score(
             prompts, self.n, self.sampling, phases, purpose=purpose, step=step, trains=True, overlap=overlap
         )
-        # Counted before take_baselines removes the greedy responses, which took time to generate too.
+        # Counted before split_baselines removes the greedy responses, which took time to generate too.
         generated = int((batch.lengths - batch.rows["prompt_length"]).sum())
         trained = sum_by(batch.tokens["response_mask"], batch.segment_ids(), len(batch))
         penalty = overlong_penalty(trained, self.reward.reward_kwargs)
@@ -200,7 +200,7 @@ class Sampler:
 
         trains: scores update the running moments of reward models; with_baselines, each group has a greedy response as sample n.
         purpose: part of the seed, separates responses with the same step, prompt and sample.
-        overlap: see ``collect``; its columns are added.
+        overlap: see ``next_batch``; its columns are added.
 
         Returns a batch with these columns:
         tokens: input_ids, response_mask, rollout_log_probs; model_rewards if a model scores single tokens.

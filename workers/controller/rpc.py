@@ -156,7 +156,7 @@ def pack(value: Any) -> PackedMessage:
 
 
 def unpack(message: PackedMessage) -> Any:
-    """The packed value in memory of its own: writable, and independent of the memory of the parcel.
+    """The packed value in memory of its own: writable, and independent of the memory of the message.
 
     The copy costs 20-50 ms per 100 MB. Without it an in-place change would silently reach the data of other ranks in Ray's
     object store, and a batch that is kept would keep its part of the store allocated.
@@ -165,9 +165,9 @@ def unpack(message: PackedMessage) -> Any:
 
 
 def pack_arguments(arguments: Arguments, ship: Callable[[Any], Any]) -> tuple[tuple[str, ...], list[Any]]:
-    """(keywords, parcels) of one rank's arguments. ship: converts one argument to its parcel.
+    """(keywords, messages) of one rank's arguments. ship: converts one argument to its message.
 
-    Each argument is a parcel of its own, so that an argument for many ranks is packed only once.
+    Each argument is a message of its own, so that an argument for many ranks is packed only once.
     """
     args, kwargs = arguments
     return tuple(kwargs), [ship(value) for value in (*args, *kwargs.values())]
@@ -236,7 +236,7 @@ class Executor:
         """Import and construct the worker.
 
         info: WorkerInfo, its first argument. worker: the packed class, or its name "package.module:Class". names: keywords of
-        the last len(names) parcels; the parcels before them are positional arguments.
+        the last len(names) messages; the messages before them are positional arguments.
         """
 
         def build() -> None:

@@ -33,7 +33,7 @@ from workers.controller.rpc import Arguments, Call, Executor, Failure, PackedMes
 from workers.controller.stacks import enable_stack_reports
 from workers.controller.stop import die_with_parent, handlers_kept, shielded
 
-INLINE_BYTES = 64 * 1024  # larger parcels go through the object store; Ray sends up to 100 KB with the call itself
+INLINE_BYTES = 64 * 1024  # larger messages go through the object store; Ray sends up to 100 KB with the call itself
 STORE_BYTES = 8 * 2**30  # size limit of the object store, see store_bytes
 SHUTDOWN_SECONDS = 20.0
 DEATH_SECONDS, NODE_DEATH_SECONDS = 1.0, 40.0  # longest delay until Ray reports the death of a process, of a node
@@ -237,7 +237,7 @@ class Shipper:
         return self._shipped[id(value)]
 
     def _put(self, message: PackedMessage) -> ray.ObjectRef:
-        """Put a parcel into the object store, from a thread that can be abandoned.
+        """Put a message into the object store, from a thread that can be abandoned.
 
         ray.put has no timeout, and ignores signals while its node does not answer.
         """
