@@ -100,8 +100,8 @@ class RunLifecycle:
         """Prepare the next attempt after a failure. Raises ``error`` if there is none, Stopped if the run was to stop anyway.
 
         If memory ran out among several ranks, the next attempt has a smaller budget and is not counted. If it would repeat more
-        than MAX_REPEATED_STEPS steps, and more than trainer.save_freq puts at risk, it counts towards trainer.max_restarts; if that is
-        0, ValueError says what to do.
+        than MAX_REPEATED_STEPS steps, and more than trainer.save_freq puts at risk, it counts towards trainer.max_restarts; if
+        that is 0, ValueError says what to do.
         """
         # First: after a signal there is no restart, the run ends at its last checkpoint.
         self.stopping.check(after_failure=True)

@@ -85,7 +85,10 @@ class Stopping:
         return self._reason is not None
 
     def check(self, *, after_failure: bool = False) -> None:
-        """Raise Stopped if the run was stopped. after_failure: an attempt failed in a step; a signal received in that step counts too."""
+        """Raise Stopped if the run was stopped.
+
+        after_failure: an attempt failed in a step; a signal received in that step counts too.
+        """
         reason = self._reason or (self._asked() if after_failure else None)
         if reason is None:
             return
