@@ -14,9 +14,10 @@ from configs.schema.common import (
     Checked,
     Dtype,
     FollowingConfig,
+    ForwardSizes,
     Fraction,
     KLKind,
-    MicroBatching,
+    LogProbSizes,
     ModelConfig,
     NonNegative,
     NonNegativeFloat,
@@ -28,6 +29,7 @@ from configs.schema.common import (
     ShardedConfig,
     TokenizedModelConfig,
     TrainingTimeoutsConfig,
+    UpdateSizes,
 )
 from configs.schema.placement import PlacementConfig
 from configs.schema.scoring_model import ScoringModelDefaults
@@ -83,12 +85,8 @@ class PolicyLossConfig(Checked):
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
-class ActorConfig(ShardedConfig):
+class ActorConfig(ShardedConfig, UpdateSizes):
     ppo_mini_batch_size: Positive  # in prompts, not sequences: a group is never split over mini-batches
-    ppo_micro_batch_size: Positive | None
-    ppo_micro_batch_size_per_gpu: Positive | None
-    use_dynamic_bsz: bool
-    ppo_max_token_len_per_gpu: Positive
     ppo_epochs: Positive
     shuffle: bool
     policy_loss: PolicyLossConfig
@@ -112,30 +110,10 @@ class ActorConfig(ShardedConfig):
     grad_clip: PositiveFloat
     optim: OptimConfig
 
-    @property
-    def micro_batching(self) -> MicroBatching:
-        """Micro-batches of the update."""
-        return MicroBatching(
-            self.ppo_micro_batch_size_per_gpu, self.ppo_micro_batch_size, self.use_dynamic_bsz, self.ppo_max_token_len_per_gpu
-        )
-
 
 @dataclass(slots=True, kw_only=True, frozen=True)
-class RefConfig(FollowingConfig):
-    log_prob_micro_batch_size: Positive | None
-    log_prob_micro_batch_size_per_gpu: Positive | None
-    log_prob_use_dynamic_bsz: bool
-    log_prob_max_token_len_per_gpu: Positive
-
-    @property
-    def micro_batching(self) -> MicroBatching:
-        """Micro-batches of log-probs."""
-        return MicroBatching(
-            self.log_prob_micro_batch_size_per_gpu,
-            self.log_prob_micro_batch_size,
-            self.log_prob_use_dynamic_bsz,
-            self.log_prob_max_token_len_per_gpu,
-        )
+class RefConfig(FollowingConfig, LogProbSizes):
+    """The reference model."""
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
@@ -187,24 +165,10 @@ class RolloutEngineConfig:
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
-class RolloutConfig(RolloutEngineConfig):
+class RolloutConfig(RolloutEngineConfig, LogProbSizes):
     """Options of the rollout engine in training: log-prob micro-batches of the actor, and validation sampling."""
 
-    log_prob_micro_batch_size: Positive | None
-    log_prob_micro_batch_size_per_gpu: Positive | None
-    log_prob_use_dynamic_bsz: bool
-    log_prob_max_token_len_per_gpu: Positive
     val_kwargs: SamplingConfig
-
-    @property
-    def micro_batching(self) -> MicroBatching:
-        """Micro-batches of log-probs."""
-        return MicroBatching(
-            self.log_prob_micro_batch_size_per_gpu,
-            self.log_prob_micro_batch_size,
-            self.log_prob_use_dynamic_bsz,
-            self.log_prob_max_token_len_per_gpu,
-        )
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
@@ -216,17 +180,10 @@ class ActorRolloutRefConfig:
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
-class CriticConfig(FollowingConfig):
+class CriticConfig(FollowingConfig, UpdateSizes, ForwardSizes):
     enable: bool | None  # null: decided by the advantage estimator, which is only known when the registries are loaded
     model: ModelConfig
     ppo_mini_batch_size: Positive
-    ppo_micro_batch_size: Positive | None
-    ppo_micro_batch_size_per_gpu: Positive | None
-    use_dynamic_bsz: bool
-    ppo_max_token_len_per_gpu: Positive
-    forward_micro_batch_size: Positive | None
-    forward_micro_batch_size_per_gpu: Positive | None
-    forward_max_token_len_per_gpu: Positive
     ppo_epochs: Positive
     shuffle: bool
     cliprange_value: NonNegativeFloat
@@ -235,23 +192,6 @@ class CriticConfig(FollowingConfig):
     loss_scale_factor: Positive | None
     grad_clip: PositiveFloat
     optim: OptimConfig
-
-    @property
-    def micro_batching(self) -> MicroBatching:
-        """Micro-batches of the update."""
-        return MicroBatching(
-            self.ppo_micro_batch_size_per_gpu, self.ppo_micro_batch_size, self.use_dynamic_bsz, self.ppo_max_token_len_per_gpu
-        )
-
-    @property
-    def forward_micro_batching(self) -> MicroBatching:
-        """Micro-batches of values."""
-        return MicroBatching(
-            self.forward_micro_batch_size_per_gpu,
-            self.forward_micro_batch_size,
-            self.use_dynamic_bsz,
-            self.forward_max_token_len_per_gpu,
-        )
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
