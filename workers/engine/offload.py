@@ -20,6 +20,7 @@ class Offloadable:
     """
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
+        # Empty tensors, such as the shard of a rank without rows, all have the address 0.
         storages = [tensor.untyped_storage() for tensor in tensors if tensor.numel()]
         self._storages = {storage.data_ptr(): storage for storage in storages}
         self._host: dict[int, Tensor] = {}

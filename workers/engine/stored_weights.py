@@ -70,6 +70,7 @@ def weight_files(model: ModelConfig) -> list[Path]:
     place = model_path(model)
     folder = Path(place) if Path(place).is_dir() else Path(snapshot_download(place, allow_patterns=["*.json"]))
     index = folder / INDEX
+    # A hub model may also hold its weights in other formats, so the index decides what is downloaded.
     names = sorted(set(json.loads(index.read_text())["weight_map"].values())) if index.is_file() else [WHOLE]
     if not Path(place).is_dir():
         snapshot_download(place, allow_patterns=names)
@@ -141,6 +142,7 @@ class StoredWeights:
         converters = [one for one in mapping if isinstance(one, WeightConverter)]
         prefix, found = self._hf.base_model_prefix, dict[str, dict[str | None, list[Stored]]]()
         known: dict[str, Any] = dict(state)
+        # By number, as transformers does: experts are concatenated in this order, and expert 10 comes after expert 9.
         for key in sorted(sources, key=dot_natural_key):
             name, pattern = rename_source_key(key, renamings, converters, prefix, known)
             # A renaming that matches nothing is ignored if the stored name itself is one of the model's.

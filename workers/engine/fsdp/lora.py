@@ -115,6 +115,7 @@ def add_adapter(
     inject(initial, model, trained=trained, seed=seed)
     if model.lora_adapter_path is not None:
         Adapter(initial).read(adapter_path(model))
+    # By identity: named_parameters and _trained_parameters list the same tensors.
     own = {id(param) for param in _trained_parameters(initial)}
     return config, {name: param.detach() for name, param in initial.hf.named_parameters() if id(param) in own}
 
@@ -151,9 +152,12 @@ def _inject_layers(packed: PackedModel, config: LoraConfig, targets: list[str], 
 
     The random state is forked: A depends on ``seed`` only, and the caller's random state does not change.
     """
+    # peft matches ends of names: complete names select exactly these modules. The caller's config keeps the abbreviated ones,
+    # which are written to adapter_config.json.
     exact = copy.deepcopy(config)
     exact.target_modules, exact.modules_to_save = targets, None
     on_meta = next(packed.hf.parameters()).is_meta
+    # devices=[]: peft creates the weights on the CPU or on meta, so no GPU's generator is used.
     with torch.random.fork_rng(devices=[]), torch.device("meta" if on_meta else "cpu"):
         torch.default_generator.manual_seed(seed)
         inject_adapter_in_model(exact, packed.hf, adapter_name=NAME)
@@ -285,6 +289,7 @@ class Adapter:
             return full(self.base[name], dtype)
         weight = full(self.base[name])
         a, b = (full(self.own[f"{PREFIX}{name.removesuffix('.weight')}.lora_{part}.weight"]) for part in "AB")
+        # Added before the cast: in bfloat16 a product 256 times smaller than the weight would be lost.
         whole = weight.to(torch.promote_types(weight.dtype, torch.float32)) + (b @ a) * self.scaling[name]
         return whole if dtype is None else whole.to(dtype)
 

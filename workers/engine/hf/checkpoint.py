@@ -111,11 +111,13 @@ def save_shard(
         if shell is not None and adapter is not None:
             described.append(write_adapter_config(adapter, directory))
         files = [*written, *saved_files(directory, described)]
+        # Last: it declares that everything above is on disk.
         if staged:
             declare_written(directory, shard.name, files)
         return Saved(files=files, seconds=time.monotonic() - started, waited_for=waited_for)
 
     saving = in_background(write)
+    # Without copies the threads read the live tensors, which the next update would change.
     if not staged:
         wait([saving])
     return saving
@@ -187,6 +189,7 @@ def write_model(shell: PreTrainedModel | None, weights: Iterable[tuple[str, Tens
         for i, name in enumerate(names):
             (directory / f"part-{i}.safetensors").rename(directory / name)
         write_description(shell, directory)
+    # Other ranks return only when the files exist.
     dist.barrier()
 
 
@@ -225,6 +228,7 @@ class Files:
         if len(parts) == 1:
             return parts[0][0]
         ends = [[start + size for start, size in zip(begin, part.shape, strict=True)] for part, begin in parts]
+        # The parts cover the tensor, so its shape is the largest end along each dimension.
         whole = torch.empty([max(sizes) for sizes in zip(*ends, strict=True)], dtype=parts[0][0].dtype)
         for (part, begin), end in zip(parts, ends, strict=True):
             whole[tuple(slice(*span) for span in zip(begin, end, strict=True))] = part

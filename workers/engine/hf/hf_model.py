@@ -118,6 +118,7 @@ class PackedModel(nn.Module):
             logits = (rows.whole(layer if routed_gradient else layer.detach())[:routed] for layer in body.router_logits)
             routing = dict(zip(ROUTED, measure(logits, self.top_k), strict=True))
         if self.head != "lm":
+            # The head is sharded without a mixed-precision policy and computes in its parameters' dtype.
             after = rows.whole(self.value_head(hidden.to(self.value_head.weight.dtype))[:, 0])
             last = after.index_select(0, rows.last)
             if self.head == "reward":
@@ -334,6 +335,7 @@ def small_twin(model: ModelConfig, config: PretrainedConfig, head: Head) -> Pack
         for leaf, buffer in module._buffers.items():
             if buffer is not None and leaf not in module._non_persistent_buffers_set:
                 module._buffers[leaf] = torch.zeros_like(buffer, device="cpu")
+    # Every parameter was replaced, which breaks ties.
     packed.hf.tie_weights()
     make_buffers(packed.hf, torch.device("cpu"))
     return packed
@@ -374,6 +376,7 @@ def check_packing(model: PackedModel, path: str) -> None:
             case _:
                 expected = logits[0, :-1].log_softmax(-1).gather(1, row[1:, None])[:, 0]
                 difference = float((result[1:] - expected).abs().max())
+        # Negated: a NaN fails too.
         if not difference < 1e-3:
             raise ValueError(
                 f"model.path={path}: {hf.config.model_type} is not supported: its head or attention does something more, "
