@@ -129,6 +129,7 @@ class Trainer:
         """
         while self.step < self.total_steps:
             if self.lifecycle.stopping.is_due(self.step, self.phases.seconds, self.saver.seconds(), self.events):
+                # Before the first step there is nothing to save, and a checkpoint that exists is not written again.
                 if self.step and not self.saver.has(self.step):
                     self.save()
                 return

@@ -231,6 +231,7 @@ class Watchdog:
         patience = min(limit.seconds, max(HURRIED, self._durations.get(phase, (0, 0.0))[1]))
         alarm = _Alarm(patience if self._hurried else limit.seconds, report)
         self._own = (alarm, started + patience)
+        # USERS: stderr itself may be redirected to a log.
         faulthandler.dump_traceback_later(limit.seconds + EXIT_SECONDS, exit=True, file=USERS[-1])
         try:
             with alarm:

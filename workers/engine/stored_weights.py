@@ -111,6 +111,7 @@ class StoredWeights:
         self._blocks: dict[str, list[Stored]] = {}
         """{name in the model: stored tensors that make it up, concatenated in element order}."""
         self._converted: dict[str, tuple[WeightConverter, Mapping[str, list[Stored]], str]] = {}
+        # keep_vars: all names of a tied weight refer to one object, by whose id ``first`` finds them.
         state: dict[str, Tensor] = hf.state_dict(keep_vars=True)
         sources = {name: stored for file in files for name, stored in tensors_in(file).items()}
         mapping = get_model_conversion_mapping(hf)

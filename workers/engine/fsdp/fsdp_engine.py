@@ -112,9 +112,11 @@ class FSDPEngine(TrainEngine):
         sharded = empty_model(model, config, head, dtype).requires_grad_(self.spec.optimizer is not None)
         weights, shell = stored_weights(sharded, model), None
         if self.mesh.rank == 0:
+            # On one rank: the twin is the same on all of them.
             with START("check"):
                 check_packing(small_twin(model, config, head), model.path)
             shell = description(model, config, head, weights).to(dtype=saved_dtype)  # type: ignore[call-arg] # a wrapped method
+        # On the CPU and in full: ``fill`` copies this rank's part after the sharding.
         given = make_buffers(sharded.hf, torch.device("cpu"))
         if model.has_adapter:
             from workers.engine.fsdp.lora import add_adapter
@@ -204,9 +206,11 @@ class FSDPEngine(TrainEngine):
                 total = total + added
             # No division by micro-batches or ranks: loss_weight was computed over the whole mini-batch.
             total.backward()
+            # A single micro-batch has nothing to add up, and unsharded gradients accumulate in float32.
             if len(plan) > 1 and not self._reduces_last_only:
                 self._sum_in_float32(sums)
         for name in list(sums):
+            # pop(): each float32 sum is freed as soon as its gradient is cast.
             self._params[name].grad = like(self._params[name], sums.pop(name).to(self._params[name].dtype))
         return join_metrics([*metrics_by_part, balance.metrics()] if balance is not None else metrics_by_part)
 

@@ -69,6 +69,7 @@ def _read_config(path: Path, rank: int) -> LoraConfig:
     if written.get("peft_type") != "LORA":
         raise ValueError(f"model.lora_adapter_path {path}: peft_type is {written.get('peft_type')}, not LORA")
     default = LoraConfig().to_dict()
+    # A key with another value than peft's default changes what the adapter computes: it must not be ignored.
     more = sorted(
         key for key, value in written.items() if key not in USED_KEYS | IGNORED_KEYS and value and value != default.get(key)
     )
@@ -168,6 +169,7 @@ def _inject_layers(packed: PackedModel, config: LoraConfig, targets: list[str], 
 @torch.no_grad()
 def merge_from(path: Path, packed: PackedModel) -> dict[str, Tensor]:
     """Merge the adapter in peft's directory ``path`` into the model in place; returns {Hugging Face name: weight}."""
+    # Any seed will do: read() replaces the initial weights, or fails.
     _inject_layers(packed, _read_config(path, 0), _modules_on_disk(packed, path), seed=0)
     adapter = Adapter(packed)
     adapter.read(path)

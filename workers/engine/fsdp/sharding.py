@@ -55,6 +55,7 @@ def shard(model: PackedModel, mesh: DeviceMesh, fsdp: FSDPConfig) -> None:
         fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=fsdp.reshard_after_forward)
     if model.head != "lm":
         fully_shard(model.value_head, mesh=mesh, reshard_after_forward=False)  # no policy: computed in the parameters' dtype
+    # The root's parameters are needed again as soon as the backward begins.
     fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
     for module in model.modules():
         if isinstance(module, FSDPModule):

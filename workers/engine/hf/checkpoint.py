@@ -49,6 +49,7 @@ class Shard:
     """
 
     def __init__(self, parts: Mapping[str, tuple[Tensor, Sequence[int]]], rank: int, world_size: int) -> None:
+        # A rank may have no row of a small tensor; the parts of the other ranks are the whole of it.
         self.tensors = {name: part for name, (part, _) in parts.items() if part.numel()}
         self.offsets = {name: list(parts[name][1]) for name in self.tensors}
         self.name = f"shard-{rank + 1:05d}-of-{world_size:05d}"

@@ -181,6 +181,7 @@ def model_config(model: ModelConfig, head: Head) -> PretrainedConfig:
     if head == "reward":
         prepare_scoring(model.path, config)
     if head != "lm":
+        # One output: transformers' default is two labels.
         config.num_labels = 1
     as_dict = config.to_dict()
     layers = set(as_dict.get("layer_types") or ()) - PACKABLE_LAYERS
@@ -229,6 +230,7 @@ def empty_model(model: ModelConfig, config: PretrainedConfig, head: Head, dtype:
         )
     if not hf._supports_attention_backend or hf._is_stateful:
         raise ValueError(f"model.path={model.path}: {config.model_type} cannot be packed: its attention or state is its own")
+    # eval(): without dropout the ratio is 1 on policy, and recomputation repeats the forward bitwise.
     packed = PackedModel(fuse_norms(choose_experts(hf.eval())), head)
     if model.router_aux_loss_coef and packed.top_k is None:
         coefficient = f"model.router_aux_loss_coef={model.router_aux_loss_coef:g}"
@@ -282,6 +284,7 @@ def _in_body(hf: PreTrainedModel, name: str) -> bool:
 def description(model: ModelConfig, config: PretrainedConfig, head: Head, weights: StoredWeights) -> PreTrainedModel:
     """Meta-device model that defines names in files and the generation config, as transformers would write them."""
     hf = empty_model(model, config, head, torch.float32).hf
+    # save_pretrained inverts them: files keep the names that the model was loaded from.
     hf._weight_conversions = weights.conversions  # type: ignore[assignment] # a plain attribute
     if hf.can_generate() and (weights.folder / GENERATION_CONFIG_NAME).is_file():
         hf.generation_config = GenerationConfig.from_pretrained(weights.folder)

@@ -61,6 +61,7 @@ class MegatronEngine(TrainEngine):
         self.device = torch.device("cuda", torch.cuda.current_device()) if spec.device == "cuda" else torch.device("cpu")
         config = model_config(spec.model, spec.head)
         self.config = transformer_config(config, megatron, recompute=spec.model.enable_gradient_checkpointing)
+        # None: Megatron would divide gradients by its number of tokens, but losses are weighted sums already.
         self.config.finalize_model_grads_func = lambda model, tokens, **kwargs: finalize_model_grads(model, None, **kwargs)
         self.mesh: EngineMesh = join(megatron, spec.seed)
         shell = empty_model(spec.model, config, spec.head, self.config.params_dtype)
@@ -87,6 +88,8 @@ class MegatronEngine(TrainEngine):
         distributed = self.megatron.use_distributed_optimizer
         ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=distributed)
         wrap = partial(DistributedDataParallel, self.config, ddp)
+        # Buckets for the first chunk only, as Megatron's own training script sets it.
+        # As in Megatron's own training loop: the reduction of later chunks overlaps with computation anyway.
         model = [wrap(chunk, disable_bucketing=i > 0) for i, chunk in enumerate(self._chunks)]
         return model, MegatronAdamW(model, optimizer, self.config, distributed=distributed)
 
@@ -133,6 +136,7 @@ class MegatronEngine(TrainEngine):
         def reduce(pack: Pack, results: dict[str, Tensor]) -> tuple[Tensor, Tensor, Metrics]:
             total, metrics = weighted(loss, results, pack.rows)
             reported = {} if pack.is_dummy else {**metrics, "loss": Metric.sum(total.detach())}
+            # The zero stands for the number of tokens that Megatron expects here, see finalize_model_grads_func.
             return total, torch.zeros((), dtype=torch.int, device=self.device), reported
 
         metrics_by_part: list[Metrics] = self._run(batch, plan, loss.needs, reduce, backward=True)

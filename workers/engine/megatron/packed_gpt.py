@@ -147,6 +147,7 @@ def transformer_config(hf: PretrainedConfig, config: MegatronConfig, *, recomput
         "pipeline_dtype": dtype,
         "bf16": dtype == torch.bfloat16,
         "sequence_parallel": config.sequence_parallel and config.tensor_model_parallel_size > 1,
+        # Micro-batches differ in their number of tokens: stages send shapes first.
         "variable_seq_lengths": True,
         # The interleaved schedule sends in both directions at once. Batched messages wait for a neighbour that runs another
         # batch, and between two ranks, each of which is the other's previous and next, they do not identify which message is
@@ -155,6 +156,7 @@ def transformer_config(hf: PretrainedConfig, config: MegatronConfig, *, recomput
         "batch_p2p_comm": config.virtual_pipeline_model_parallel_size is None,
         "calculate_per_token_loss": True,  # losses are sums, and gradients are summed over ranks
         "moe_token_dispatcher_type": "alltoall",  # required with variable lengths
+        # No initial values: Exchange.fill reads every parameter from files, and a value head starts at zero.
         "use_cpu_initialization": True,
         "perform_initialization": False,
         "bias_activation_fusion": False,

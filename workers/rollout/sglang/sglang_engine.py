@@ -141,6 +141,7 @@ class SGLangRollout(Rollout):
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
         """Generate all completions, in the order of the requests; returns [] on ranks without an engine."""
         if self.engine is None:
+            # A forgotten sync fails on every rank of the replica, as it does on the first one.
             self._check_awake()
             self.submit(requests)
             return []

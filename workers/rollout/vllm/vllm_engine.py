@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from workers.rollout.vllm.vllm_lora import ExpectedAdapter
 
 ENVIRONMENT = {
+    # The engine core runs in this process, next to the trainer's shards.
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_USE_V2_MODEL_RUNNER": "0",  # SeededSampler replaces the sampler of the V1 runner
     "VLLM_NO_USAGE_STATS": "1",
