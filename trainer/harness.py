@@ -53,6 +53,7 @@ def run(config: Config, attempt: Callable[[RunLifecycle], None], loggers: Sequen
         try:
             run_with_restarts(lifecycle, lambda: attempt(lifecycle), quiet=not config.ray_kwargs.ray_init.get("log_to_driver"))
         finally:
+            # A failed run gets its report too.
             if lifecycle.started:
                 finish(run_dir)
 

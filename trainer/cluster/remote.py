@@ -71,7 +71,6 @@ class RemoteModel:
         """
         plan = self._plan(self._rows(batch), limits or self.forward_limits)
         # Other columns would travel to every rank without being read.
-        # Only these columns travel to the workers.
         needed = batch.only(tokens=["input_ids", "response_mask"], rows=sorted(PROMPT & batch.rows.keys()))
         cuts = sharded(plan.micro_batches)
         call = role_call(self.role, ModelRole.forward, sharded(plan.split(needed)), cuts, list(outputs), adapter)

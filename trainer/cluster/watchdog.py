@@ -167,6 +167,7 @@ class Watchdog:
                     results[future] = self._result(future, pool, phase, what)
                 except (WorkerError, PhaseTimeout) as error:
                     raise self._cause(error, phase, waiting) from None
+        # After success only, as in ``call``.
         self._add_duration(phase, time.monotonic() - started)
         return [results[future] for future in in_order]
 
@@ -183,6 +184,7 @@ class Watchdog:
             return error
         deadline = time.monotonic() + CAUSE_SECONDS
         waiting = list(others)
+        # The channel was lost because a rank of another group failed: the error of that rank is the one to report.
         while error.kind == LOST and waiting and (remaining := deadline - time.monotonic()) > 0:
             for future in wait_any(waiting, remaining):
                 waiting.remove(future)

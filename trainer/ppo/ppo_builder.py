@@ -79,7 +79,6 @@ def attempt(config: PPOConfig, lifecycle: RunLifecycle) -> None:
     """Run once, from the last checkpoint if there is one, in new worker processes; all of them have ended on return."""
     resume = harness.resume_from(config, lifecycle)
     # The saver is left first: it completes a pending checkpoint while the workers that write it still exist.
-    # Left from right to left: the saver completes a pending checkpoint while the workers that write it still exist.
     with opened(Assembly, config, lifecycle, resume) as loop, lifecycle.stopping, loop.trainer.saver:
         loop.fit()
     lifecycle.stopping.check()

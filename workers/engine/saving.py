@@ -129,7 +129,7 @@ def declare_written(directory: Path, shard: str, files: Sequence[SavedFile]) -> 
     The controller normally learns it from a call. If the run is killed before that call, its next start reads these files and
     completes the checkpoint. The file appears complete or not at all.
     """
-    # Renamed when complete: the next start may look for it at any moment after this process was killed.
+    # Renamed when complete: a kill during the write must not leave a list that lacks files.
     partial = directory / f"{shard}{WRITTEN}.partial"
     with partial.open("w", encoding="utf-8") as file:
         json.dump([asdict(one) for one in files], file)

@@ -107,6 +107,7 @@ def add_adapter(
     for module in initial.modules():
         for leaf, param in module._parameters.items():
             if param is not None:
+                # A value head gets memory of its own: its weights are read from files below.
                 value = torch.empty if param in head else _empty
                 module._parameters[leaf] = nn.Parameter(value(param.shape, dtype=param.dtype))
     # A value head is not made by peft: its initial weights come from the model's files, zero if these have none.

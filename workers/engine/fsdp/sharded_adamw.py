@@ -53,6 +53,7 @@ class ShardedAdamW:
         self._adamw = torch.optim.AdamW([group for group in groups if group["params"]], lr=spec.lr, betas=spec.betas, fused=True)
         for param in self.params.values():
             self._adamw.state[param] = {kind: torch.zeros_like(param) for kind in MOMENTS}
+            # The fused kernel reads the step count on the parameter's device.
             self._adamw.state[param]["step"] = torch.zeros((), dtype=torch.float32, device=param.device)
         self._averages = {name: wide(param).clone() for name, param in self.params.items()} if spec.ema_decay is not None else {}
 

@@ -99,6 +99,7 @@ def save_shard(
 
     shell: meta-device model whose config this rank writes; None on other ranks. adapter: written by the same rank.
     """
+    # Collective: all ranks save in the same way.
     waited_for = shortage(shard.bytes) if background else None
     # Copies must be complete before this returns: training changes the tensors in place.
     if staged := background and waited_for is None:

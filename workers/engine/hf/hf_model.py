@@ -136,6 +136,7 @@ class PackedModel(nn.Module):
         self, before: Tensor, targets: Tensor, temperature: float, outputs: Collection[str], entropy_at: Tensor | None
     ) -> dict[str, Tensor]:
         """before (N, H), targets int64 (N,), entropy_at bool (N,) -> log_probs (N,) and the other ``outputs``."""
+        # Only its weight is used: the module's own forward would materialise all logits.
         lm_head = self.hf.get_output_embeddings()
         weight, bias = lm_head.weight, lm_head.bias
         want_entropy = "entropy" in outputs

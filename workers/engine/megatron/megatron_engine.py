@@ -81,6 +81,7 @@ class MegatronEngine(TrainEngine):
         with START("read"):
             self._exchange.fill(files, self._put_param)
         self._grads_place: Place = "device"
+        # Last: an Offloadable refers to storages, and wrapping a chunk may give its parameters new ones.
         self._places = {"params": Offloadable(self._exchange.params.values()), "optimizer": Offloadable(self._separate_state())}
 
     def _trained(self, optimizer: OptimizerSpec) -> tuple[list[Any], MegatronAdamW]:
@@ -89,7 +90,6 @@ class MegatronEngine(TrainEngine):
         ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=distributed)
         wrap = partial(DistributedDataParallel, self.config, ddp)
         # Buckets for the first chunk only, as Megatron's own training script sets it.
-        # As in Megatron's own training loop: the reduction of later chunks overlaps with computation anyway.
         model = [wrap(chunk, disable_bucketing=i > 0) for i, chunk in enumerate(self._chunks)]
         return model, MegatronAdamW(model, optimizer, self.config, distributed=distributed)
 

@@ -194,6 +194,7 @@ def build_chunks(config: TransformerConfig, shell: PackedModel) -> list[PackedGP
             vp_stage=vp_stage,
         )
         if chunk.post_process and head != "lm":
+            # Instead of Megatron's output layer, which is split over the vocabulary.
             chunk.output_layer = ValueHead(hf.hidden_size, 1, shell.value_head.bias is not None, dtype=config.params_dtype)
         if chunk.pre_process and embedding.padding_idx is not None:
             freeze_padding(chunk.embedding.word_embeddings, embedding.padding_idx)

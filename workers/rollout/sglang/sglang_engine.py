@@ -423,6 +423,7 @@ def sampling_arguments(pending: PendingRequest, max_length: int) -> dict[str, An
         "max_new_tokens": new_tokens(pending.request, max_length) - len(pending.token_ids),
         "stop_token_ids": list(sampling.stop_token_ids),
         "ignore_eos": sampling.ignore_eos,
+        # SGLang uses it only with enable_deterministic_inference, which it does not have on CPU.
         "sampling_seed": pending.request.seed,
     }
 

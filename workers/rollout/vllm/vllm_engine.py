@@ -317,7 +317,9 @@ def engine_arguments(spec: RolloutSpec) -> dict[str, Any]:
         "seed": rollout.seed,
         "distributed_executor_backend": "external_launcher",
         "logprobs_mode": "processed_logprobs",
+        # On CPU vLLM has no sleep mode; vllm_cpu.SleepingWorker adds one.
         "enable_sleep_mode": spec.device == "cuda",
+        # Token ids in, token ids out: all tokenizers are on the controller.
         "skip_tokenizer_init": True,
         "generation_config": "vllm",  # sampling parameters come from requests only, not from the model's directory
         "disable_log_stats": True,
