@@ -58,61 +58,6 @@ class MicroBatching(NamedTuple):
     max_tokens: int
 
 
-# The three classes below have no slots of their own: Python refuses a class with two bases that have slots.
-@dataclass(kw_only=True, frozen=True)
-class UpdateSizes:
-    """Sizes of the micro-batches of an update."""
-
-    ppo_micro_batch_size: Positive | None
-    ppo_micro_batch_size_per_gpu: Positive | None
-    use_dynamic_bsz: bool
-    ppo_max_token_len_per_gpu: Positive
-
-    @property
-    def micro_batching(self) -> MicroBatching:
-        return MicroBatching(
-            self.ppo_micro_batch_size_per_gpu, self.ppo_micro_batch_size, self.use_dynamic_bsz, self.ppo_max_token_len_per_gpu
-        )
-
-
-@dataclass(kw_only=True, frozen=True)
-class LogProbSizes:
-    """Sizes of the micro-batches of log-probs."""
-
-    log_prob_micro_batch_size: Positive | None
-    log_prob_micro_batch_size_per_gpu: Positive | None
-    log_prob_use_dynamic_bsz: bool
-    log_prob_max_token_len_per_gpu: Positive
-
-    @property
-    def micro_batching(self) -> MicroBatching:
-        return MicroBatching(
-            self.log_prob_micro_batch_size_per_gpu,
-            self.log_prob_micro_batch_size,
-            self.log_prob_use_dynamic_bsz,
-            self.log_prob_max_token_len_per_gpu,
-        )
-
-
-@dataclass(kw_only=True, frozen=True)
-class ForwardSizes:
-    """Sizes of the micro-batches of values, or of a reward model's scores."""
-
-    forward_micro_batch_size: Positive | None
-    forward_micro_batch_size_per_gpu: Positive | None
-    use_dynamic_bsz: bool
-    forward_max_token_len_per_gpu: Positive
-
-    @property
-    def forward_micro_batching(self) -> MicroBatching:
-        return MicroBatching(
-            self.forward_micro_batch_size_per_gpu,
-            self.forward_micro_batch_size,
-            self.use_dynamic_bsz,
-            self.forward_max_token_len_per_gpu,
-        )
-
-
 @dataclass(slots=True, kw_only=True, frozen=True)
 class TiledMLPConfig:
     enabled: bool

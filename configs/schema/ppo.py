@@ -14,10 +14,9 @@ from configs.schema.common import (
     Checked,
     Dtype,
     FollowingConfig,
-    ForwardSizes,
     Fraction,
     KLKind,
-    LogProbSizes,
+    MicroBatching,
     ModelConfig,
     NonNegative,
     NonNegativeFloat,
@@ -29,7 +28,6 @@ from configs.schema.common import (
     ShardedConfig,
     TokenizedModelConfig,
     TrainingTimeoutsConfig,
-    UpdateSizes,
 )
 from configs.schema.placement import PlacementConfig
 from configs.schema.scoring_model import ScoringModelDefaults
@@ -85,10 +83,31 @@ class PolicyLossConfig(Checked):
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
-class ActorConfig(ShardedConfig, UpdateSizes):
+class UpdatedConfig(ShardedConfig):
+    """Options of the updates of actor and critic."""
+
     ppo_mini_batch_size: Positive  # in prompts, not sequences: a group is never split over mini-batches
+    ppo_micro_batch_size: Positive | None
+    ppo_micro_batch_size_per_gpu: Positive | None
+    use_dynamic_bsz: bool
+    ppo_max_token_len_per_gpu: Positive
     ppo_epochs: Positive
     shuffle: bool
+    loss_agg_mode: AggMode
+    loss_scale_factor: Positive | None
+    grad_clip: PositiveFloat
+    optim: OptimConfig
+
+    @property
+    def micro_batching(self) -> MicroBatching:
+        """Micro-batches of the update."""
+        return MicroBatching(
+            self.ppo_micro_batch_size_per_gpu, self.ppo_micro_batch_size, self.use_dynamic_bsz, self.ppo_max_token_len_per_gpu
+        )
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class ActorConfig(UpdatedConfig):
     policy_loss: PolicyLossConfig
     clip_ratio: NonNegativeFloat
     clip_ratio_low: NonNegativeFloat
@@ -97,8 +116,6 @@ class ActorConfig(ShardedConfig, UpdateSizes):
     clip_ratio_c: Annotated[float, Gt(1.0)]
     tau_pos: PositiveFloat
     tau_neg: PositiveFloat
-    loss_agg_mode: AggMode
-    loss_scale_factor: Positive | None
     entropy_coeff: float
     calculate_entropy: bool
     use_kl_loss: bool
@@ -107,13 +124,24 @@ class ActorConfig(ShardedConfig, UpdateSizes):
     ptx_coef: PositiveFloat
     ptx_ratio: PositiveFloat
     ema_decay: Annotated[float, Gt(0.0), Lt(1.0)] | None
-    grad_clip: PositiveFloat
-    optim: OptimConfig
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
-class RefConfig(FollowingConfig, LogProbSizes):
-    """The reference model."""
+class RefConfig(FollowingConfig):
+    log_prob_micro_batch_size: Positive | None
+    log_prob_micro_batch_size_per_gpu: Positive | None
+    log_prob_use_dynamic_bsz: bool
+    log_prob_max_token_len_per_gpu: Positive
+
+    @property
+    def micro_batching(self) -> MicroBatching:
+        """Micro-batches of log-probs."""
+        return MicroBatching(
+            self.log_prob_micro_batch_size_per_gpu,
+            self.log_prob_micro_batch_size,
+            self.log_prob_use_dynamic_bsz,
+            self.log_prob_max_token_len_per_gpu,
+        )
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
@@ -165,10 +193,24 @@ class RolloutEngineConfig:
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
-class RolloutConfig(RolloutEngineConfig, LogProbSizes):
+class RolloutConfig(RolloutEngineConfig):
     """Options of the rollout engine in training: log-prob micro-batches of the actor, and validation sampling."""
 
+    log_prob_micro_batch_size: Positive | None
+    log_prob_micro_batch_size_per_gpu: Positive | None
+    log_prob_use_dynamic_bsz: bool
+    log_prob_max_token_len_per_gpu: Positive
     val_kwargs: SamplingConfig
+
+    @property
+    def micro_batching(self) -> MicroBatching:
+        """Micro-batches of log-probs."""
+        return MicroBatching(
+            self.log_prob_micro_batch_size_per_gpu,
+            self.log_prob_micro_batch_size,
+            self.log_prob_use_dynamic_bsz,
+            self.log_prob_max_token_len_per_gpu,
+        )
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
@@ -180,18 +222,24 @@ class ActorRolloutRefConfig:
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
-class CriticConfig(FollowingConfig, UpdateSizes, ForwardSizes):
+class CriticConfig(FollowingConfig, UpdatedConfig):
     enable: bool | None  # null: decided by the advantage estimator, which is only known when the registries are loaded
     model: ModelConfig
-    ppo_mini_batch_size: Positive
-    ppo_epochs: Positive
-    shuffle: bool
+    forward_micro_batch_size: Positive | None
+    forward_micro_batch_size_per_gpu: Positive | None
+    forward_max_token_len_per_gpu: Positive
     cliprange_value: NonNegativeFloat
     normalize_targets: bool
-    loss_agg_mode: AggMode
-    loss_scale_factor: Positive | None
-    grad_clip: PositiveFloat
-    optim: OptimConfig
+
+    @property
+    def forward_micro_batching(self) -> MicroBatching:
+        """Micro-batches of values."""
+        return MicroBatching(
+            self.forward_micro_batch_size_per_gpu,
+            self.forward_micro_batch_size,
+            self.use_dynamic_bsz,
+            self.forward_max_token_len_per_gpu,
+        )
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)

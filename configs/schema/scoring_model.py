@@ -3,11 +3,11 @@
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from configs.schema.common import ForwardSizes, Positive, ShardedConfig
+from configs.schema.common import MicroBatching, Positive, ShardedConfig
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
-class ReadingModelConfig(ShardedConfig, ForwardSizes):
+class ReadingModelConfig(ShardedConfig):
     """Location of a reward model, its input format, and the size of its micro-batches."""
 
     path: str | None
@@ -18,6 +18,19 @@ class ReadingModelConfig(ShardedConfig, ForwardSizes):
     truncation: Literal["fail", "left", "right"]
     trust_remote_code: bool
     override_config: dict[str, Any]
+    forward_micro_batch_size: Positive | None
+    forward_micro_batch_size_per_gpu: Positive | None
+    use_dynamic_bsz: bool
+    forward_max_token_len_per_gpu: Positive
+
+    @property
+    def micro_batching(self) -> MicroBatching:
+        return MicroBatching(
+            self.forward_micro_batch_size_per_gpu,
+            self.forward_micro_batch_size,
+            self.use_dynamic_bsz,
+            self.forward_max_token_len_per_gpu,
+        )
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)

@@ -107,7 +107,7 @@ class Cut:
 
 def scoring_cut(key: str, model: ScoringModelConfig, workers: Workers) -> Cut:
     """Micro-batch limits of a reward model."""
-    return Cut(key, "forward_", model.forward_micro_batching, model, workers)
+    return Cut(key, "forward_", model.micro_batching, model, workers)
 
 
 def supervised_cut(config: SupervisedConfig) -> Cut:
