@@ -104,8 +104,7 @@ def load(tree: Mapping[str, Any], schema: type[Config], typed: Collection[str] =
         raise ConfigError("\n".join(infinite))
     try:
         # Validate as JSON: in strict mode pydantic then still rejects "1" for 1, but accepts mappings for dataclasses and lists
-        # for
-        # tuples, which strict validation of Python objects does not.
+        # for tuples, which strict validation of Python objects does not.
         config: Config = _adapter(schema).validate_json(json.dumps(converted), strict=True)  # type: ignore[arg-type]  # hashable
     except ValidationError as error:
         raise ConfigError("\n".join(_problems(error, keys))) from error

@@ -53,6 +53,7 @@ def run(config: Config, attempt: Callable[[RunLifecycle], None], loggers: Sequen
         try:
             run_with_restarts(lifecycle, lambda: attempt(lifecycle), quiet=not config.ray_kwargs.ray_init.get("log_to_driver"))
         finally:
+            # A failed run gets its report too.
             if lifecycle.started:
                 finish(run_dir)
 
@@ -129,6 +130,7 @@ class Trainer:
         """
         while self.step < self.total_steps:
             if self.lifecycle.stopping.is_due(self.step, self.phases.seconds, self.saver.seconds(), self.events):
+                # Before the first step there is nothing to save, and a checkpoint that exists is not written again.
                 if self.step and not self.saver.has(self.step):
                     self.save()
                 return

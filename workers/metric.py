@@ -60,6 +60,7 @@ class Metric:
         count = self.count + other.count
         match self.reduce:
             case "mean":
+                # Both parts may be empty: micro-batches without a trained token have count 0.
                 value = (self.value * self.count + other.value * other.count) / count if count else 0.0
             case "sum":
                 value = self.value + other.value

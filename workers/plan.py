@@ -44,6 +44,7 @@ class Plan:
     def of_rows(self, units: Sequence[Sequence[int]]) -> Plan:
         """Convert a plan of units into a plan of rows. units[u]: the rows of unit u."""
         by_rank = [[[row for unit in part for row in units[unit]] for part in cut] for cut in self.rows_by_rank()]
+        # Ascending, so that a shard which is the whole batch is recognised as such and not copied.
         shares = [sorted(row for part in cut for row in part) for cut in by_rank]
         places = [{row: i for i, row in enumerate(share)} for share in shares]
         cuts = ([tuple(sorted(map(place.__getitem__, part))) for part in cut] for place, cut in zip(places, by_rank, strict=True))
@@ -156,6 +157,7 @@ class SharedRows:
     def _plans(self, n_ranks: int, limits: Limits, attention_cost: float) -> Iterator[Plan]:
         """Yield candidate plans: whole groups, halves, quarters, ..., finally single rows."""
         largest, parts = max(Counter(self.groups).values(), default=1), 1
+        # A limit in rows would count units instead, so groups are not kept together under it.
         while limits.max_tokens is not None and parts < largest:
             units = self._units(parts, limits.max_tokens)
             tokens, costs = [self.computed(unit) for unit in units], [self.cost(unit, attention_cost) for unit in units]
@@ -193,6 +195,7 @@ def mini_batches(uids: Sequence[int], n_groups: int, *, seed: int | None = None)
     groups: dict[int, list[int]] = {}
     for row, uid in enumerate(uids):
         groups.setdefault(uid, []).append(row)
+    # Sorted by a hash of each uid: the order of two groups does not depend on which others are there.
     order = list(groups) if seed is None else sorted(groups, key=lambda uid: (seed_of(seed, "mini_batch", uid), uid))
     return [
         sorted(row for uid in order[start : start + n_groups] for row in groups[uid]) for start in range(0, len(order), n_groups)

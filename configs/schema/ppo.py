@@ -83,7 +83,9 @@ class PolicyLossConfig(Checked):
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
-class ActorConfig(ShardedConfig):
+class UpdatedConfig(ShardedConfig):
+    """Options of the updates of actor and critic."""
+
     ppo_mini_batch_size: Positive  # in prompts, not sequences: a group is never split over mini-batches
     ppo_micro_batch_size: Positive | None
     ppo_micro_batch_size_per_gpu: Positive | None
@@ -91,24 +93,8 @@ class ActorConfig(ShardedConfig):
     ppo_max_token_len_per_gpu: Positive
     ppo_epochs: Positive
     shuffle: bool
-    policy_loss: PolicyLossConfig
-    clip_ratio: NonNegativeFloat
-    clip_ratio_low: NonNegativeFloat
-    clip_ratio_high: NonNegativeFloat
-    # Dual clip bounds the loss at clip_ratio_c * |advantage|, which at 1 or less would clip on-policy tokens.
-    clip_ratio_c: Annotated[float, Gt(1.0)]
-    tau_pos: PositiveFloat
-    tau_neg: PositiveFloat
     loss_agg_mode: AggMode
     loss_scale_factor: Positive | None
-    entropy_coeff: float
-    calculate_entropy: bool
-    use_kl_loss: bool
-    kl_loss_coef: float
-    kl_loss_type: KLKind
-    ptx_coef: PositiveFloat
-    ptx_ratio: PositiveFloat
-    ema_decay: Annotated[float, Gt(0.0), Lt(1.0)] | None
     grad_clip: PositiveFloat
     optim: OptimConfig
 
@@ -118,6 +104,26 @@ class ActorConfig(ShardedConfig):
         return MicroBatching(
             self.ppo_micro_batch_size_per_gpu, self.ppo_micro_batch_size, self.use_dynamic_bsz, self.ppo_max_token_len_per_gpu
         )
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class ActorConfig(UpdatedConfig):
+    policy_loss: PolicyLossConfig
+    clip_ratio: NonNegativeFloat
+    clip_ratio_low: NonNegativeFloat
+    clip_ratio_high: NonNegativeFloat
+    # Dual clip bounds the loss at clip_ratio_c * |advantage|, which at 1 or less would clip on-policy tokens.
+    clip_ratio_c: Annotated[float, Gt(1.0)]
+    tau_pos: PositiveFloat
+    tau_neg: PositiveFloat
+    entropy_coeff: float
+    calculate_entropy: bool
+    use_kl_loss: bool
+    kl_loss_coef: float
+    kl_loss_type: KLKind
+    ptx_coef: PositiveFloat
+    ptx_ratio: PositiveFloat
+    ema_decay: Annotated[float, Gt(0.0), Lt(1.0)] | None
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
@@ -216,32 +222,14 @@ class ActorRolloutRefConfig:
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
-class CriticConfig(FollowingConfig):
+class CriticConfig(FollowingConfig, UpdatedConfig):
     enable: bool | None  # null: decided by the advantage estimator, which is only known when the registries are loaded
     model: ModelConfig
-    ppo_mini_batch_size: Positive
-    ppo_micro_batch_size: Positive | None
-    ppo_micro_batch_size_per_gpu: Positive | None
-    use_dynamic_bsz: bool
-    ppo_max_token_len_per_gpu: Positive
     forward_micro_batch_size: Positive | None
     forward_micro_batch_size_per_gpu: Positive | None
     forward_max_token_len_per_gpu: Positive
-    ppo_epochs: Positive
-    shuffle: bool
     cliprange_value: NonNegativeFloat
     normalize_targets: bool
-    loss_agg_mode: AggMode
-    loss_scale_factor: Positive | None
-    grad_clip: PositiveFloat
-    optim: OptimConfig
-
-    @property
-    def micro_batching(self) -> MicroBatching:
-        """Micro-batches of the update."""
-        return MicroBatching(
-            self.ppo_micro_batch_size_per_gpu, self.ppo_micro_batch_size, self.use_dynamic_bsz, self.ppo_max_token_len_per_gpu
-        )
 
     @property
     def forward_micro_batching(self) -> MicroBatching:

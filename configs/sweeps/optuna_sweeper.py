@@ -68,6 +68,7 @@ class OptunaSweeper(Sweeper):
         for trial in study.get_trials(states=(TrialState.RUNNING,)):
             if trial.params.keys() != space.keys():  # the process was killed while the trial was created
                 study.tell(trial.number, state=TrialState.FAIL)
+            # One at a time: a launch numbers its jobs consecutively, and interrupted trials may have gaps between them.
             elif not self.run(study, [trial], fixed):
                 return
         left = self.n_trials - len(study.get_trials(states=(TrialState.COMPLETE,)))

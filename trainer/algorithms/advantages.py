@@ -198,6 +198,7 @@ def opo(inputs: AdvantageInputs, config: AlgorithmConfig) -> Advantages:
     """
     scores, lengths = inputs.scores(), inputs.trained_counts().double()
     group, size = group_ids(inputs.uid)
+    # clamp: the divisor of a group without a trained token is 0, and so is its numerator.
     baseline = sum_by(lengths * scores, group, len(size)) / sum_by(lengths, group, len(size)).clamp(min=1.0)
     return inputs.outcome(scores - torch.where(size > 1, baseline, 0.0)[group])
 

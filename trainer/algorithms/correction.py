@@ -58,6 +58,7 @@ def rollout_correction(
         weights = importance_weights(log_ratio, tokens, config, metrics).to(old_log_probs.dtype)
     if config.rollout_rs is not None or config.rollout_token_veto_threshold is not None:
         mask = response_mask * kept(log_ratio, tokens, config, metrics)
+    # Over all trained tokens: rejected ones are part of the divergence.
     metrics |= off_policy(old_log_probs.double(), rollout_log_probs.double(), tokens)
     return Correction(weights, mask, {f"rollout_corr/{name}": float(value) for name, value in metrics.items()})
 

@@ -69,7 +69,9 @@ class KLController:
 
     def update(self, kl: float, n_sequences: int) -> None:
         """Adapt the coefficient to the step's mean KL ``kl`` over ``n_sequences`` responses; no effect if kl is not finite."""
+        # A NaN would never leave the coefficient.
         if self.config.type == "adaptive" and math.isfinite(kl):
+            # Bounded: one step changes the coefficient by at most the fraction 0.2 n / horizon.
             error = min(max(kl / self.config.target_kl - 1.0, -0.2), 0.2)
             self.coefficient *= 1.0 + error * n_sequences / self.config.horizon
 

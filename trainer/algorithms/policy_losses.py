@@ -42,6 +42,7 @@ class PolicyLossInputs:
 
     def row_mean(self, values: Tensor) -> Tensor:
         """Mean of ``values`` (T,) over each row's trained tokens, broadcast to every token of the row: (T,), differentiable."""
+        # Exact under any split into micro-batches: a row is never split.
         rows = row_ids(self.lengths.to(values.device))
         count = sum_by(self.response_mask, rows, len(self.lengths)).clamp(min=1.0)
         mean = sum_by(torch.where(self.response_mask.bool(), values, 0.0), rows, len(self.lengths)) / count
@@ -104,6 +105,7 @@ def sapo(inputs: PolicyLossInputs, config: ActorConfig) -> tuple[Tensor, Metrics
     log_ratio = inputs.log_ratio()
     tau = torch.where(inputs.advantages > 0, config.tau_pos, config.tau_neg).to(log_ratio.dtype)
     gate = torch.sigmoid(tau * (log_ratio.exp() - 1.0)) * (4.0 / tau)
+    # The gate is smooth: no token counts as clipped.
     return -gate * inputs.advantages, _metrics(inputs, log_ratio, torch.zeros_like(gate))
 
 
@@ -159,6 +161,7 @@ def dppo_kl(inputs: PolicyLossInputs, config: ActorConfig) -> tuple[Tensor, Metr
 
 def _dppo(inputs: PolicyLossInputs, config: ActorConfig, may_rise: Tensor, may_fall: Tensor) -> tuple[Tensor, Metrics]:
     log_ratio = inputs.log_ratio()
+    # Detached: the gradient comes from log pi alone.
     ratio = log_ratio.exp().detach()
     valid = torch.where(inputs.advantages > 0, may_rise, may_fall)
     loss = -inputs.advantages * ratio.clamp(max=config.clip_ratio_c) * inputs.log_probs * valid
@@ -222,6 +225,7 @@ def kl_cov(inputs: PolicyLossInputs, config: ActorConfig) -> tuple[Tensor, Metri
 def _covariance(inputs: PolicyLossInputs) -> Tensor:
     """(A - mean A) (log pi - mean log pi), means over trained tokens: (T,), no gradient."""
     trained = inputs.response_mask.bool()
+    # No gradient: the covariance only selects tokens.
     advantages, log_probs = inputs.advantages, inputs.log_probs.detach()
     return (advantages - advantages[trained].mean()) * (log_probs - log_probs[trained].mean())
 

@@ -24,6 +24,7 @@ def token_weights(mode: AggMode, response_mask: Tensor, lengths: Tensor, norm_le
     mask = response_mask.double()
     segments = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
     per_row = torch.zeros(len(lengths), dtype=torch.float64).index_add_(0, segments, mask)
+    # Rows without a trained token are not counted, as in verl 0.9.1.
     n_rows = (per_row > 0).sum().clamp(min=1)
     match mode:
         case "token-mean":

@@ -117,6 +117,7 @@ def read_checkpoint(path: Path, roles: Iterable[str] | None = None, *, weights: 
         raise Damaged(f"{path}: no {MANIFEST} in it")
     manifest = read_manifest((path / MANIFEST).read_text(encoding="utf-8"), str(path))
     roles = manifest.roles if roles is None else list(roles)
+    # An old checkpoint may have lost a role: actor and critic are kept for different numbers of checkpoints.
     if gone := [role for role in roles if not (path / role).exists()]:
         raise Damaged(
             f"{path}: of {', '.join(manifest.roles)} it has lost {', '.join(gone)} "

@@ -86,6 +86,7 @@ class RemoteCopies:
 
     def steps(self) -> list[int]:
         """Steps of the copies that have a manifest, ascending."""
+        # fsspec caches listings, and another machine may have written or removed copies since.
         self.fs.invalidate_cache()
         if not self.fs.exists(self.root):
             return []

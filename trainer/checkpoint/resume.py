@@ -154,6 +154,7 @@ def complete_checkpoint(resume_mode: str, resume_from_path: str | None, run_dir:
     Raises ValueError like resolve_resume.
     """
     if resume_mode == "auto" and run_dir.exists():
+        # Without events: a dry run does not write into the directory of a run.
         return find_latest(run_dir, tell=lambda step, damage: None)
     if resume_mode == "resume_path" and resume_from_path is not None and not is_url(resume_from_path):
         return _from_path(resume_from_path, run_dir, weights=True)

@@ -132,6 +132,7 @@ class Saver:
         addition to the tokenizer. With async_save it returns when the state of all models is copied to host memory.
         """
         started = time.monotonic()
+        # Workers write one save at a time, see ModelRole.save.
         self.finish_pending()
         folder = _incomplete(checkpoint_dir(self.run_dir, step))
         with self._disk_may_fail(step, folder):
@@ -152,6 +153,7 @@ class Saver:
                 files=entries(saved_files(folder, [f"{role}/{name}" for role in models for name in controller_files])),
             )
             if self.background:
+                # Before the workers write: the next start completes only a save that was announced.
                 announce(folder, manifest)
             for role, model in models.items():
                 # In the foreground each model is written before the next one starts. In the background they write concurrently.
@@ -175,6 +177,7 @@ class Saver:
                     self._pending = None
                     files = {role: one.files for role, one in saved.items()}
                     checkpoint = make_whole(pending.folder, with_files(pending.manifest, files))
+                    # A complete checkpoint makes up for an earlier failure: only the last save of a run makes it fail.
                     self.problem = None
                     self._record(pending, [*saved.values()])
                     self._completed(checkpoint)
@@ -255,6 +258,7 @@ class Saver:
             "perf/checkpoint_write_s": seconds,
             "perf/checkpoint_gb_per_s": size / seconds,
         }
+        # In the foreground the time of waiting contains that of writing.
         self._longest = max(self._longest, pending.waited + (seconds if self.background else 0.0))
         for reason in dict.fromkeys(one.waited_for for one in saved if one.waited_for is not None):
             self.events.add(pending.step, "checkpoint", f"written while training waited: {reason}")

@@ -269,6 +269,7 @@ def nothing_left(config: Mapping[str, Any]) -> int | None:
     """Last step of a run that has ended, if the same command would have nothing to do; else None."""
     trainer = config["trainer"]
     export_dir = trainer.get("export_dir")
+    # A finished run whose exported model is missing still has to export it.
     exported = export_dir is None or Path(export_dir).expanduser().is_dir()
     if trainer["resume_mode"] != "auto" or trainer.get("val_only") or not exported:
         return None

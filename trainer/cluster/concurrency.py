@@ -51,6 +51,7 @@ class Together:
             except BaseException as error:  # raised by the thread that waits for the results
                 ended.put((pool, error))
 
+        # daemon: a part that was abandoned must not keep the process alive.
         threads = {
             pool: threading.Thread(target=work, args=(pool, roles), name=pool, daemon=True) for pool, roles in queues.items()
         }

@@ -180,6 +180,7 @@ def name_of(rank: int) -> str:
 
 
 def work_of(stall: Stall, rank: int) -> str:
+    # CONTROLLER is -1, and its work is the only entry.
     return stall.work[max(rank, 0)] if stall.work else ""
 
 

@@ -109,6 +109,7 @@ def start_pools(
             env=env,
             deterministic=deterministic,
             memory_fraction=pool.fraction,
+            # Only these workers import the engine: it takes ten seconds for vLLM.
             engine=engine if place.pool("rollout") is pool else None,
         )
     return {role: groups[place.pool(role).name] for role in ROLES}

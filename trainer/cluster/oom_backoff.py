@@ -26,6 +26,7 @@ class Budget:
     def limits(self, configured: Limits, lengths: Sequence[int]) -> Limits:
         """Limits for rows of these lengths (tokens). A row longer than the budget is a micro-batch of its own."""
         if configured.max_tokens is not None and self.most is not None and self.most.max_tokens is not None:
+            # A row is never split, so the longest one must fit, whatever the budget.
             return Limits(max_tokens=min(configured.max_tokens, max(self.most.max_tokens, *lengths)))
         if configured.max_rows is not None and self.most is not None and self.most.max_rows is not None:
             return Limits(max_rows=min(configured.max_rows, self.most.max_rows))
@@ -45,6 +46,8 @@ class Budget:
                 f"{longest} tokens ({message}); allow shorter rows, set enable_gradient_checkpointing or offloading, or take "
                 "more GPUs"
             )
+        # Half of what was used, not of the configured limit: micro-batches may be far below it, and the repetition would change
+        # nothing.
         self.most = Limits(max_tokens=tokens // 2) if by_tokens else Limits(max_rows=rows // 2)
         had, kept = (f"{tokens} tokens", f"{tokens // 2}") if by_tokens else (f"{rows} rows", f"{rows // 2}")
         self.unreported = (

@@ -70,6 +70,7 @@ class RemoteModel:
         limits: largest micro-batch; None: forward_limits. adapter: False switches the LoRA adapter off.
         """
         plan = self._plan(self._rows(batch), limits or self.forward_limits)
+        # Other columns would travel to every rank without being read.
         needed = batch.only(tokens=["input_ids", "response_mask"], rows=sorted(PROMPT & batch.rows.keys()))
         cuts = sharded(plan.micro_batches)
         call = role_call(self.role, ModelRole.forward, sharded(plan.split(needed)), cuts, list(outputs), adapter)
@@ -111,6 +112,7 @@ class RemoteModel:
                 repeats += 1
         if repeats:
             metrics["out_of_memory"] = Metric.sum(repeats)
+        # Not a metric of the step: performance_metrics makes the MFU of it.
         flops = metrics.pop("flops")
         assert isinstance(flops, Metric), "a number"
         self._flops += flops.value

@@ -167,6 +167,7 @@ class Watchdog:
                     results[future] = self._result(future, pool, phase, what)
                 except (WorkerError, PhaseTimeout) as error:
                     raise self._cause(error, phase, waiting) from None
+        # After success only, as in ``call``.
         self._add_duration(phase, time.monotonic() - started)
         return [results[future] for future in in_order]
 
@@ -183,6 +184,7 @@ class Watchdog:
             return error
         deadline = time.monotonic() + CAUSE_SECONDS
         waiting = list(others)
+        # The channel was lost because a rank of another group failed: the error of that rank is the one to report.
         while error.kind == LOST and waiting and (remaining := deadline - time.monotonic()) > 0:
             for future in wait_any(waiting, remaining):
                 waiting.remove(future)
@@ -231,6 +233,7 @@ class Watchdog:
         patience = min(limit.seconds, max(HURRIED, self._durations.get(phase, (0, 0.0))[1]))
         alarm = _Alarm(patience if self._hurried else limit.seconds, report)
         self._own = (alarm, started + patience)
+        # USERS: stderr itself may be redirected to a log.
         faulthandler.dump_traceback_later(limit.seconds + EXIT_SECONDS, exit=True, file=USERS[-1])
         try:
             with alarm:

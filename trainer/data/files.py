@@ -43,6 +43,7 @@ class Rows:
 
     def __getitem__(self, row: int) -> dict[str, Any]:
         file, place = self._locate(row)
+        # A slice is a view: only this row becomes Python objects.
         return self._tables[file].slice(place, 1).to_pylist()[0]
 
     def where(self, row: int) -> str:
@@ -51,6 +52,7 @@ class Rows:
         return f"{self._names[file]}, row {place}"
 
     def _locate(self, row: int) -> tuple[int, int]:
+        # bisect_right: the end of a file is the first row of the next one.
         file = bisect_right(self._ends, row)
         return file, row - (self._ends[file - 1] if file else 0)
 
@@ -151,6 +153,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def _objects(path: Path) -> Iterator[dict[str, Any]]:
+    # Line by line, so that the first row can be read without the others.
     with path.open(encoding="utf-8") as lines:
         for number, line in enumerate(lines, 1):
             if not line.strip():

@@ -92,9 +92,11 @@ class Child:
 
     def __init__(self, work: bytes) -> None:
         self._process = subprocess.Popen(
+            # -P: no file of the working directory is imported in place of a module.
             [sys.executable, "-P", "-m", "trainer.data.processes"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
+            # By default there is a process per core: threads of the tokenizer would compete with the other processes.
             env=os.environ | {"PYTHONPATH": os.pathsep.join(import_path()), "TOKENIZERS_PARALLELISM": "false"},
             start_new_session=True,  # Ctrl-C in the terminal goes to the controller only
         )
@@ -119,6 +121,7 @@ class Child:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        # All results have arrived, or an error has made them useless.
         self._process.kill()
         self._process.communicate()
 

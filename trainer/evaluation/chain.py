@@ -163,6 +163,7 @@ def chosen(scores_of_policy: PolicyScores, values: Sequence[Sequence[float]], k:
 
 def way(name: str, truth: Sequence[float], model: Sequence[float], scale: Scale) -> SelectionResult:
     score = mean(model)
+    # A fixed seed: the same files give the same page.
     return SelectionResult(name, mean_with_interval(truth, RESAMPLES, seed_of(1, "bootstrap")), score, scale(score))
 
 

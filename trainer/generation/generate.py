@@ -120,6 +120,7 @@ def generate(generator: Generator, shards: Shards, missing: Sequence[int], batch
         for index in missing:
             started = time.perf_counter()
             first = index * batch_size
+            # Shards are written as they are complete: a killed run loses one at most.
             rows = generator.rows(range(first, min(first + batch_size, len(generator.data))))
             write_rows(shards.path(index), rows)
             seconds = time.perf_counter() - started

@@ -55,6 +55,7 @@ class Shards:
             raise ValueError(f"{directory} has {answers[0].name} and no {MANIFEST}: not from here; give another data.output_path")
         else:
             write_atomic(path, json.dumps(manifest, indent=1))
+        # Left by a run that was killed while it wrote; the lock of the directory excludes a second writer.
         for torn in directory.glob("shard_*.partial"):
             torn.unlink()
 
@@ -68,6 +69,7 @@ class Shards:
         """Rows of all shards, in order."""
         for index in range(self.total):
             path = self.path(index)
+            # One shard at a time: all responses need not fit into memory.
             yield from pq.read_table(path).to_pylist() if self.form == "parquet" else read_lines(path)
 
 

@@ -147,5 +147,6 @@ def report(config: ParityConfig, parity: Parity, measured: Mapping[str, Measured
     table_console().print(table(parity))
     print(f"report: {directory / PAGE}")
     print(f"figures: {directory / JSON}")
+    # Last: table, page and figures exist also where a bound is exceeded.
     if parity.broken:
         raise CheckFailed("\n".join(parity.broken))

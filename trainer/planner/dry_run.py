@@ -172,6 +172,7 @@ def staged_bytes(config: PPOConfig, place: Placement, models: dict[str, Measured
     shapes = {key: model.shape for key, model in models.items() if model.shape is not None}
     if not (config.trainer.save_freq > 0 and config.trainer.checkpoint.async_save and shapes.keys() == models.keys()):
         return 0.0
+    # Background saves of all roles overlap, so their copies add up.
     return sum(role.checkpoint() for role in memory_roles(config, place, shapes).values()) / config.trainer.nnodes
 
 
@@ -217,6 +218,7 @@ def memory_lines(config: PPOConfig, place: Placement, models: dict[str, Measured
 def uses_of(config: PPOConfig, place: Placement, models: dict[str, MeasuredModel]) -> list[Use]:
     """Estimated memory use of each phase; empty if the memory model does not cover a model."""
     shapes = {key: model.shape for key, model in models.items() if model.shape is not None}
+    # Colocated roles are added up: without one of the models every sum would be too small.
     return list(estimate(config, place, shapes, room_of(config, place))) if shapes.keys() == models.keys() else []
 
 

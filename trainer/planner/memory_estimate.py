@@ -60,6 +60,7 @@ class Role:
             sp=fsdp.ulysses_sequence_parallel_size,
             kept=BYTES[fsdp.model_dtype],
             compute=BYTES[fsdp.dtype],
+            # Under LoRA the base is frozen, and ``adapter`` counts what is trained.
             trained=self.learns is not None and not self.adapter,
             optimizer_offload=fsdp.optimizer_offload,
             several=self.several,
@@ -85,6 +86,7 @@ class Role:
             return lying["moments"] + (0.0 if sharding.param_offload else lying["parameters"]) + self.adapter
         weights, gradients, optimizer = self._megatron(sharding)
         kept = ((weights, sharding.param_offload), (gradients, sharding.grad_offload), (optimizer, sharding.optimizer_offload))
+        # A role that does not learn has weights only.
         return sum(part for part, offloaded in (kept if self.learns is not None else kept[:1]) if not offloaded)
 
     def in_update(self) -> float:
@@ -112,6 +114,7 @@ class Role:
     def _megatron(self, cut: MegatronConfig) -> tuple[float, float, float]:
         """Bytes of (weights in ``dtype``, float32 gradients, the optimizer's float32 weights and two moments)."""
         parameters = self.shape.parameters / (cut.tensor_model_parallel_size * cut.pipeline_model_parallel_size)
+        # The distributed optimizer divides its state over the data-parallel copies of the model.
         copies = world_size(self.pool) // cut.model_parallel_size if cut.use_distributed_optimizer else 1
         return BYTES[cut.dtype] * parameters, 4 * parameters, 12 * parameters / copies
 
@@ -207,6 +210,8 @@ def embedded_bytes(config: PPOConfig, pool: Pool, shape: Shape) -> float:
     models, data = config.actor_rollout_ref, config.data
     rollout, fsdp = models.rollout, models.actor.fsdp_config
     size, longest = BYTES[rollout.dtype], data.max_prompt_length + data.max_response_length
+    # The conditions under which the engine uses the trainer's own tensors: see TrainEngine.live_weights and
+    # Rollout.share_weights.
     alone = world_size(pool) == 1 and "actor" in pool.roles and models.actor.strategy == "fsdp" and not models.model.has_adapter
     weights = 0 if alone and fsdp.model_dtype == rollout.dtype else size * shape.parameters
     rows = min(rollout.max_num_seqs, -(-data.train_batch_size * rollout.n // world_size(pool)))

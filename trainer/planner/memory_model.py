@@ -255,6 +255,7 @@ def in_layer(shape: Shape, setting: Setting, row: float, layers_left: int) -> Pa
     whole = 3 * setting.compute * shape.hidden * shape.intermediate if setting.trained else 0.0
     in_mlp = (mlp_gradients(shape, setting), norms(shape, setting) + attention, mlp_backward(shape, setting))
     in_norm = (whole, norm_backward(shape, setting) + attention, 0.0)
+    # Weight gradients do not grow with the tokens, so which of the two needs more depends on the length of the row.
     of_weights, kept, mlp = max(in_mlp, in_norm, key=lambda most: most[0] + tokens * (most[1] + most[2]))
     return {
         **resident(shape, setting),
@@ -276,6 +277,7 @@ def in_head(shape: Shape, setting: Setting, row: float) -> Parts:
     summed = (FLOAT32 + setting.compute) * shape.vocabulary * shape.hidden if setting.trained else 0.0
     chunk, forward = head_chunk(shape, setting), head_forward_chunk(shape, setting)
     if forward > chunk + summed:
+        # The forward pass has no gradient of the head.
         chunk, summed = forward, 0.0
     return {
         **resident(shape, setting),
@@ -294,6 +296,7 @@ def in_reduction(shape: Shape, setting: Setting, row: float) -> Parts:
     Only the batch's columns grow with the row here.
     """
     root = shape.root_parameters if setting.trained else 0
+    # The gradients in the compute dtype, their float32 copy, and the reduced float32 shard.
     crossing = root * (setting.compute + FLOAT32 + FLOAT32 / setting.gpus)
     return {
         **resident(shape, setting),

@@ -143,6 +143,7 @@ class Loop:
             trainer.events.add(trainer.step, "left", f"step {step}: a signal to stop, and the rewards did not come")
             return None
         started_from = self.config.actor_rollout_ref.model.path if trainer.resume is None else str(trainer.resume.path)
+        # Dumped when it arrives: a step that fails in its update can be replayed.
         trainer.tracker.log_rollouts(sampled_columns(batch), step, started_from, self.sampler.left_out)
         return batch
 
@@ -380,6 +381,7 @@ class Loop:
             f"{count} of at most {most}: back to the checkpoint of step {checkpoint.step}, the last from before the alarm's "
             f"steps ({alarm.healthy_until + 1} to {left}); on with other data and draws. What came after it is in {aside.name}/",
         )
+        # The engine still has the diverged weights.
         self.sync_weights(checkpoint.step)
 
 

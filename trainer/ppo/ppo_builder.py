@@ -78,6 +78,7 @@ def run(config: PPOConfig, notices: Sequence[str], loggers: Sequence[Logger] = (
 def attempt(config: PPOConfig, lifecycle: RunLifecycle) -> None:
     """Run once, from the last checkpoint if there is one, in new worker processes; all of them have ended on return."""
     resume = harness.resume_from(config, lifecycle)
+    # The saver is left first: it completes a pending checkpoint while the workers that write it still exist.
     with opened(Assembly, config, lifecycle, resume) as loop, lifecycle.stopping, loop.trainer.saver:
         loop.fit()
     lifecycle.stopping.check()
@@ -240,6 +241,7 @@ class Assembly:
             resume=resume,
             total_steps=self.total_steps,
             save_every=options.save_freq,
+            # The names are keys in the manifests of checkpoints.
             stateful={
                 "kl": kl,
                 "returns": returns,

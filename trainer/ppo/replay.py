@@ -70,6 +70,7 @@ def repeat(config: PPOConfig, batch: Batch, facts: Mapping[str, Any], directory:
         compared = f"{len(batch)} answers, {batch.total_tokens:,} tokens"
     else:
         logged = logged_metrics(Path(config.trainer.default_local_dir), step)
+        # Without the saver: a replay saves nothing.
         with opened(TrainingReplay, one_step, lifecycle, weights) as loop, lifecycle.stopping:
             metrics = replay_training(loop, batch, step)
         found = compare_metrics(replayed(logged), replayed(metrics), asked.bound)
@@ -193,6 +194,7 @@ class RecordedSampler(Sampler):
         """sampler: the sampler that is replaced. Its rollbacks, restored from a checkpoint, enter the seeds of updates."""
         self.batch = batch
         self.rollbacks = sampler.rollbacks
+        # Loop.scoring_overlaps is false without them, so that the forward passes run in phases of their own.
         self.models = None
         self.left_out = []
 

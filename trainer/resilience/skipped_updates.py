@@ -38,6 +38,7 @@ class SkippedUpdates:
         if not metrics[SKIPPED]:
             self.in_a_row[role] = 0
             return
+        # By role: a critic whose updates are applied must not hide an actor whose updates are not.
         self.in_a_row[role] = self.in_a_row.get(role, 0) + 1
         path = self._dump(role, step, mini_batch, metrics)
         description = f"{role}: loss {metrics['loss']:.3g}, norm of the gradient {metrics['grad_norm']:.3g}"

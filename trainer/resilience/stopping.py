@@ -48,6 +48,7 @@ class Stopping:
         self.furthest = -1  # the last complete step of any attempt
         self.hurry: Callable[[], None] = lambda: None  # called at the first signal, to cut short what the loop waits for
         self._watch = HostMonitor(trainer.watch, run_dir)
+        # From the start of the process: imports and checks are part of a batch system's limit too.
         self._ends = inf if trainer.walltime is None else psutil.Process().create_time() + seconds_of(trainer.walltime)
         self._walltime = trainer.walltime
         self._longest_step = self._longest_save = 0.0

@@ -174,6 +174,7 @@ def in_threads(function: Callable[[Item], Result], items: Sequence[Item], thread
         for result in results:
             yield result.result()
     finally:
+        # If the consumer stops early, the threads find no further item and end.
         todo.clear()
 
 
@@ -197,6 +198,7 @@ def _to_score(result: Any) -> Score:
 
 def finite(value: Any) -> float | None:
     """Convert a number of any library to float; None for text, NaN, infinity and everything else."""
+    # float() would accept the text "1.5", and a function that returns text has an error.
     if isinstance(value, str | bytes):
         return None
     try:

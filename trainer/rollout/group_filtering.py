@@ -55,6 +55,7 @@ def group_verdicts(asked: Sequence[int], uids: Sequence[int], values: Sequence[f
 def _judge(scored: Sequence[float], n: int) -> Verdict:
     if len(scored) < min(n, 2):
         return "failed"
+    # Not by the standard deviation, as in verl: that of [0.1, 0.1, 0.1] is not 0 in floating point.
     if n == 1 or min(scored) != max(scored):
         return "kept"
     return "high" if scored[0] > 0 else "low"

@@ -52,6 +52,7 @@ def attempt(config: Config, lifecycle: RunLifecycle) -> None:
             announce(rate_changes(resume, {"optim": (config.optim, 0)}, total_steps, order.steps_per_epoch))
         tracker = harness.open_tracker(config, lifecycle, resume, {"model": workers}, watchdog, phases, total_steps)
         stack.callback(tracker.close)
+        # From here on the run directory belongs to this run: an earlier failure leaves no status and no report in it.
         lifecycle.started = True
         cut = limits(supervised_cut(config))
         model = start_model(
@@ -92,6 +93,7 @@ def attempt(config: Config, lifecycle: RunLifecycle) -> None:
             extra_files=lambda step: task.extra_files(model, step),
         )
         loop = SupervisedLoop(config, run_trainer, task, order, model)
+        # The saver completes a pending checkpoint here, while the workers that write it still exist.
         with lifecycle.stopping, run_trainer.saver:
             loop.fit()
         lifecycle.stopping.check()

@@ -133,6 +133,7 @@ def validation_metrics(
     ``val-aux/...`` for the others. ``val/accuracy``: mean of the decisive number over all prompts. ``val/accuracy_std`` and
     ``val/accuracy_min``: standard deviation and minimum over prompts. ``val/problems``: number of prompts.
     """
+    # The largest group: responses whose reward failed are left out, so a prompt may have fewer than n.
     n = max(Counter(uids).values())
     metrics: dict[str, float] = {}
     counts: dict[int, float] = {}
@@ -196,6 +197,7 @@ def _measured_cpu_flops(size: int = 384, repeats: int = 5) -> float:
             phases.seconds.clear()
             with phases("gemm"):
                 matrix @ matrix
+            # The fastest one: other processes can only slow a measurement down.
             best = min(best, phases.seconds["gemm"])
     finally:
         torch.set_num_threads(threads)

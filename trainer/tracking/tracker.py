@@ -77,6 +77,7 @@ class Tracker:
         self.shown_samples = shown_samples
         self.rollout_dir = rollout_dir
         self.run_dir = run_dir
+        # After start_run, which may move or shorten these files.
         self._open()
         self._loggers: list[Logger] = []
         run = Run(run_dir, project, experiment, plain, resume_step or 0, total_steps, phases or Phases())

@@ -304,6 +304,7 @@ class WorkerGroup:
 
     def shutdown(self) -> None:
         """End the workers, whatever they are doing, and release their slots."""
+        # Called twice if a part of a step has ended these workers: the backend's shutdown follows.
         if self._open:
             self._open = False
             self._transport.close()

@@ -70,6 +70,7 @@ class _LocalTransport(Transport):
             for rank, own in arguments.items():
                 names, messages = pack_arguments(own, pack)
                 result = self._executors[rank].call(call.role, call.method, rank in wanted, names, *messages)
+                # A call fails as soon as one rank has failed.
                 if not replies.record(rank, result):
                     break
         return replies

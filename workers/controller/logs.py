@@ -57,6 +57,7 @@ def chatter_to(path: Path) -> Iterator[None]:
     sys.stdout.flush()
     sys.stderr.flush()
     kept, stdout = [os.dup(1), os.dup(2)], sys.stdout
+    # What Python prints to stdout is for the user, so it keeps writing to the original descriptor.
     sys.stdout = _same_on(kept[0], 1, stdout)
     log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.write(log, f"--- process {os.getpid()}, {time.strftime('%Y-%m-%d %H:%M:%S')}\n".encode())

@@ -45,6 +45,7 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         group = ctx.group
+        # Autograd may pass an expanded gradient, such as that of a sum; collectives need contiguous memory.
         gradient = gradient.contiguous()
         if ctx.summed:
             dist.all_reduce(gradient, group=group)

@@ -105,6 +105,7 @@ def head_entropy(
 ) -> Tensor:
     """Entropy in nats where ``at``, bool (N,), is set, 0 elsewhere: (N, H) -> (N,), chunked, without gradient."""
     found = hidden.new_zeros(len(hidden), dtype=_accurate(hidden.dtype))
+    # Vocabulary-parallel ranks have the same ``at``, so that all of them run the same number of chunks and collectives.
     for rows in at.nonzero()[:, 0].split(chunk_size(weight.shape[0])):
         logits = _logits(hidden[rows], weight, bias, temperature)
         log_p = logits.sub_(_logsumexp(logits, shard)[:, None])
@@ -180,6 +181,7 @@ def _d_logits(ctx: Any, part: slice, d_log_probs: Tensor, d_entropy: Tensor) -> 
         p = log_p.exp_().mul_(d_log_probs[:, None])
     rows = targets[part]
     if ctx.shard is not None:
+        # The 1[y] of a token in another shard is added by the rank that holds its row.
         rows, mine = ctx.shard.local(rows)
         d_log_probs = d_log_probs.where(mine, 0.0)
     d_logits = p.neg_().scatter_add_(1, rows[:, None], d_log_probs[:, None])
@@ -222,6 +224,7 @@ class _HeadLogProbs(torch.autograd.Function):
             normaliser[part] = _logsumexp(logits, shard)
             log_probs[part] = _at(logits, targets[part], shard) - normaliser[part]
             if want_entropy:
+                # In place, so only after the target's logit was read.
                 log_p = logits.sub_(normaliser[part, None])
                 entropy[part] = -_summed(log_p.exp().mul_(log_p).sum(-1), shard)
         # One number per position instead of (N, V) logits: with the normaliser a chunk's distribution can be recomputed.
@@ -247,6 +250,7 @@ class _HeadLogProbs(torch.autograd.Function):
             if d_bias is not None:
                 d_bias += d_logits.sum(0)
             d_logits = d_logits.to(hidden.dtype)
+            # With a shard a partial sum: the caller adds it up over the group, once for all chunks.
             d_hidden[part] = d_logits @ weight
             if d_weight is not None:
                 _add_product(d_weight, d_logits.T, hidden[part])

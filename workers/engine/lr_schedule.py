@@ -26,6 +26,7 @@ def learning_rate(spec: OptimizerSpec, step: int) -> float:
     start = spec.warmup_steps
     if spec.schedule == "wsd":
         start += int(STABLE * max(0, spec.total_steps - start))
+    # Clamped: a run may take more steps than its schedule has.
     progress = min(1.0, max(0.0, (step - start) / max(1, spec.total_steps - start)))
     wave = 1.0 - progress if spec.schedule == "linear" else 0.5 * (1.0 + math.cos(2.0 * math.pi * spec.num_cycles * progress))
     return spec.lr * (spec.min_lr_ratio + (1.0 - spec.min_lr_ratio) * wave)

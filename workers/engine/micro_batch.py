@@ -39,6 +39,7 @@ def micro_batch(batch: Batch, chosen: Sequence[int], device: torch.device) -> Ba
             rows={name: column.new_zeros(1, *column.shape[1:]) for name, column in batch.rows.items()},
             meta=batch.meta,
         )
+    # Lengths become Python lists for every layout: reading them from a GPU would wait for its queue.
     return Batch(
         lengths=part.lengths,
         tokens={name: column.to(device) for name, column in part.tokens.items()},

@@ -20,6 +20,7 @@ class Offloadable:
     """
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
+        # Empty tensors, such as the shard of a rank without rows, all have the address 0.
         storages = [tensor.untyped_storage() for tensor in tensors if tensor.numel()]
         self._storages = {storage.data_ptr(): storage for storage in storages}
         self._host: dict[int, Tensor] = {}
@@ -33,6 +34,7 @@ class Offloadable:
         on_gpu = [(key, storage) for key, storage in self._storages.items() if storage.device.type == "cuda"]
         if place == "cpu":
             for key, storage in on_gpu:
+                # Pinning takes time once (5 s for 5.6 GiB); afterwards torch reuses the blocks (0.11 s).
                 self._host[key] = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=True)
                 self._host[key].copy_(_bytes(storage), non_blocking=True)
             if on_gpu:

@@ -41,6 +41,7 @@ def in_background(work: Callable[[], Result]) -> Future[Result]:
     def run() -> None:
         try:
             future.set_result(work())
+        # Raised where the result is read; in the thread it would only be printed.
         except BaseException as error:
             future.set_exception(error)
 
@@ -61,6 +62,7 @@ def in_threads(work: Callable[[Item], Result], items: Sequence[Item], threads: i
             results[i] = work(item)
 
     running = [in_background(run_items) for _ in range(min(threads, len(items)))]
+    # No thread may still write when the caller handles an error.
     wait(running)
     for thread in running:
         thread.result()
@@ -100,6 +102,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
     text += b" " * (-len(text) % 8)
     beginning = len(text).to_bytes(8, "little") + text
     digest = hashlib.sha256(beginning)
+    # One thread: a digest has to take the pieces in the file's order.
     with path.open("wb") as file, ThreadPoolExecutor(1) as hashing:
         file.write(beginning)
         for name in names:
@@ -116,6 +119,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
 
 def bytes_of(tensor: Tensor) -> memoryview:
     """View of the tensor's memory if it is contiguous and on the host; else of a copy."""
+    # As bytes: numpy has no bfloat16.
     return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
 
 
@@ -125,6 +129,7 @@ def declare_written(directory: Path, shard: str, files: Sequence[SavedFile]) -> 
     The controller normally learns it from a call. If the run is killed before that call, its next start reads these files and
     completes the checkpoint. The file appears complete or not at all.
     """
+    # Renamed when complete: a kill during the write must not leave a list that lacks files.
     partial = directory / f"{shard}{WRITTEN}.partial"
     with partial.open("w", encoding="utf-8") as file:
         json.dump([asdict(one) for one in files], file)

@@ -96,5 +96,6 @@ def _copy(pieces: Iterator[tuple[Tensor, Tensor]], device: torch.device | None) 
         buffer = torch.empty(PIECE, dtype=torch.uint8, pin_memory=True)
         for target, source in pieces:
             here = buffer[: len(source)].copy_(source, non_blocking=True)
+            # The copy to the pinned buffer is asynchronous, and the next piece overwrites that buffer.
             stream.synchronize()
             np.copyto(target.numpy(), here.numpy())

@@ -70,6 +70,7 @@ def weight_files(model: ModelConfig) -> list[Path]:
     place = model_path(model)
     folder = Path(place) if Path(place).is_dir() else Path(snapshot_download(place, allow_patterns=["*.json"]))
     index = folder / INDEX
+    # A hub model may also hold its weights in other formats, so the index decides what is downloaded.
     names = sorted(set(json.loads(index.read_text())["weight_map"].values())) if index.is_file() else [WHOLE]
     if not Path(place).is_dir():
         snapshot_download(place, allow_patterns=names)
@@ -110,6 +111,7 @@ class StoredWeights:
         self._blocks: dict[str, list[Stored]] = {}
         """{name in the model: stored tensors that make it up, concatenated in element order}."""
         self._converted: dict[str, tuple[WeightConverter, Mapping[str, list[Stored]], str]] = {}
+        # keep_vars: all names of a tied weight refer to one object, by whose id ``first`` finds them.
         state: dict[str, Tensor] = hf.state_dict(keep_vars=True)
         sources = {name: stored for file in files for name, stored in tensors_in(file).items()}
         mapping = get_model_conversion_mapping(hf)
@@ -141,6 +143,7 @@ class StoredWeights:
         converters = [one for one in mapping if isinstance(one, WeightConverter)]
         prefix, found = self._hf.base_model_prefix, dict[str, dict[str | None, list[Stored]]]()
         known: dict[str, Any] = dict(state)
+        # By number, as transformers does: experts are concatenated in this order, and expert 10 comes after expert 9.
         for key in sorted(sources, key=dot_natural_key):
             name, pattern = rename_source_key(key, renamings, converters, prefix, known)
             # A renaming that matches nothing is ignored if the stored name itself is one of the model's.

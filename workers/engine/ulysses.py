@@ -62,6 +62,7 @@ class TokenSharding:
         all three. If sp does not divide the kv heads, they are repeated until it does; autograd sums the gradients of the copies.
         """
         ranks, copies = self.group.size(), lcm(k.shape[1], self.group.size()) // k.shape[1]
+        # Neighbouring copies (interleave, not tile): consecutive query heads share a kv head, also after the split.
         k, v = (x if copies == 1 else x.repeat_interleave(copies, dim=1) for x in (k, v))
         by_rank = [x.unflatten(1, (ranks, -1)) for x in (q, k, v)]
         shapes = [x.shape[2:] for x in by_rank]

@@ -133,6 +133,7 @@ class MemoryScheduler:
             case "sync":
                 self._place(active=role, training=False)
                 if self._rollout is not None:
+                    # Not the KV cache: the trainer's parameters are on the device now.
                     self._wake(self._rollout, weights=True, kv_cache=False)
             case "generate":
                 assert self._rollout is not None, "phase generate: no rollout engine here"
@@ -141,6 +142,7 @@ class MemoryScheduler:
                 )
                 # An engine that shares a role's tensors reads them while it generates: they must be on the device.
                 self._place(active=self._weights_shared_by, training=False)
+                # The KV cache last, when the trainer's parameters have left.
                 if self.phase != "generate":
                     self._wake(self._rollout, weights=False, kv_cache=True)
             case "rest":

@@ -59,6 +59,7 @@ class ModelRole:
             return None
         try:
             return self.saving.result()
+        # Returned, not raised: a full disk costs a checkpoint, but an exception of a rank ends the run.
         except OSError as error:
             return str(error)
 

@@ -31,6 +31,7 @@ def import_engine(engine: str, device: Literal["cpu", "cuda"]) -> None:
 def make_rollout(spec: RolloutSpec, place: WorkerInfo) -> Rollout:
     """The engine ``spec.rollout.name`` on this rank. Raises ValueError if the name is unknown or it is not installed."""
     check_installed(spec.rollout.name)
+    # Imported by branch: on CUDA vLLM and SGLang need versions that exclude each other, so at most one of them is installed.
     match spec.rollout.name:
         case "embedded":
             from workers.rollout.embedded.embedded_engine import EmbeddedRollout

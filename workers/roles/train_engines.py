@@ -28,6 +28,7 @@ def check_engine(key: str, role: ShardedConfig, model: ModelConfig, head: Head, 
     from workers.engine.hf.hf_model import model_config
     from workers.engine.megatron.limits import check_model
 
+    # Megatron takes CUDA where it exists; the patches for the CPU are applied only without it.
     if device == "cpu" and torch.cuda.is_available():
         raise ValueError(
             f"{key}.strategy=megatron takes the GPUs of a machine that has some; for trainer.device=cpu hide them: "

@@ -70,6 +70,7 @@ class Worker:
             if memory_fraction < 1.0:
                 torch.cuda.set_per_process_memory_fraction(memory_fraction)
         else:
+            # torch's default is every core, in each worker of the machine.
             torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
             keep_freed_memory()
         # gloo would take the interface of the host's name, which is 127.0.1.1 on Debian: other nodes could not reach it.
@@ -80,6 +81,7 @@ class Worker:
         enable_collective_reports()
         with START("process group"):
             dist.init_process_group(
+                # gloo in addition to NCCL: collectives of CPU tensors and objects take no device memory.
                 "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo",
                 store=rendezvous_store(info, limit),
                 rank=info.rank,

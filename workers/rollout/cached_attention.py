@@ -114,6 +114,7 @@ class StepAttention:
             products = torch.bmm(query[: rows * kv_heads], strips.transpose(1, 2)).view(rows, heads, width)
             columns = slice(span.start, span.stop)
             torch.add(products, mask[:rows, :, columns], out=scores[:rows, :, columns])
+        # In float32, as in transformers' eager attention.
         probs = scores.softmax(-1, dtype=torch.float32).to(query.dtype).view(n * kv_heads, heads // kv_heads, -1)
         # All rows read the first chunk, which creates the output; later chunks add to the rows that reach them.
         first, *others = self.spans

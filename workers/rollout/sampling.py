@@ -82,6 +82,7 @@ def _sample(
         cut = np.flatnonzero(~greedy & ((top_p < 1) | ((top_k > 0) & (top_k < logits.shape[1]))))
         if len(cut):  # sort only the rows that truncate, not the whole batch
             chosen = torch.from_numpy(cut).to(logits.device)
+            # Only the token comes from the truncated distribution; log_probs stay those of the whole one.
             probs[chosen] = _most_likely(probs[chosen], column(top_k[cut]), column(top_p[cut]))
         tokens = draw(probs, column(uniform))
         if greedy.any():

@@ -27,6 +27,7 @@ class ActorAndPtxLoss:
         is_text = micro_batch.tokens["ptx"].bool()
         loss = -outputs["log_probs"]
         metrics: Metrics = {"actor/ptx_loss": Metric.token_mean(loss, micro_batch.tokens["response_mask"] * is_text)}
+        # On the CPU, where the lengths of a micro-batch are.
         responses = (~is_text[micro_batch.offsets[:-1]]).nonzero().flatten().cpu()
         if not len(responses):
             return loss, metrics

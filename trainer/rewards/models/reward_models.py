@@ -93,6 +93,7 @@ class RewardModels:
             else:
                 by_token = model.normalised(by_token) * answers.tokens["response_mask"]
                 parts = [float(part.sum()) for part in by_token.split(answers.lengths.tolist())]
+                # The weight comes after the clip, which applies to normalised scores.
                 weighed = model.config.weight * by_token
                 at_tokens = weighed if at_tokens is None else at_tokens + weighed
             # Token scores were clipped one by one before they were summed: a single token must not outweigh the others.

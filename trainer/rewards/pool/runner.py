@@ -155,6 +155,7 @@ class RewardRunner:
                 process.wait_for_next(self._timeout)
             if process.ended:
                 scores |= self._replace(process)
+        # A copy: _replace() changes the list.
         for process in list(self._processes):
             if time.monotonic() >= process.deadline:
                 scores |= self._replace(process, f"timed out after {self._limit(process.given):g} s")

@@ -109,6 +109,7 @@ class RemoteRewards:
             else:
                 self._answered(server)
                 return scores
+        # Only transient failures are retried, so one server that may recover decides.
         raise next((error for error in problems if isinstance(error, TransientError)), problems[0])
 
     def _request(self, url: str, body: bytes, n: int) -> list[Score]:
@@ -133,6 +134,7 @@ class RemoteRewards:
         with self._lock:
             server.in_flight -= 1
             server.failures += 1
+            # The exponent is bounded too: after a long outage the product would overflow a float.
             backoff = min(_MAX_BACKOFF, self._config.backoff * 2 ** min(server.failures, 16))
             server.retry_at = time.monotonic() + backoff
             is_first = server.failures == 1

@@ -117,6 +117,7 @@ class RayBackend(Backend):
         runtime_env = ray_init.get("runtime_env") or {}
         runtime_env = {**runtime_env, "env_vars": {**environment, **(runtime_env.get("env_vars") or {})}}
         options = {"log_to_driver": False, "logging_level": "WARNING", **ray_init, "runtime_env": runtime_env}
+        # Before the connection: one that fails halfway is closed too.
         self._opened.callback(ray.shutdown)
         # Overriding the job's runtime_env keeps its PYTHONPATH, which is part of the import path above.
         with set_environment({"RAY_OVERRIDE_JOB_RUNTIME_ENV": "1"}):

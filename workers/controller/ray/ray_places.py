@@ -71,6 +71,7 @@ class Places:
         place = placement_group([{kind: n} for n in pool.n_per_node], strategy=strategy)
         if not place.wait(PLACE_SECONDS):
             free = int(ray.available_resources().get(kind, 0))
+            # A pending request would take the slots as soon as others release them.
             remove_placement_group(place)
             raise ValueError(f"{wish}; {free} of {sum(have)} are free after {PLACE_SECONDS:g} s: others hold the rest")
         return Place(place, gpus_of(place, pool.n_per_node) if pool.device == "cuda" else None)
@@ -106,6 +107,7 @@ def gpus_of(group: PlacementGroup, n_per_node: Sequence[int]) -> tuple[tuple[str
 
 def own_gpus() -> tuple[str, ...]:
     """Ids of the GPUs of the calling task or actor, in numerical order."""
+    # By length first: as strings, 10 would come before 9.
     return tuple(sorted(map(str, ray.get_gpu_ids()), key=lambda gpu: (len(gpu), gpu)))
 
 

@@ -45,6 +45,7 @@ def tile_mlps(model: PackedModel, shards: int) -> None:
         children = dict(layer.named_children())
         if "mlp" not in children or not {name for name, _ in children["mlp"].named_children()} <= MLP_PARTS:
             raise ValueError(f"model.tiled_mlp.enabled=true: {type(layer).__name__} has no MLP of gate, up and down alone")
+        # The method is replaced, not the module: names of weights stay those of transformers.
         mlp = children["mlp"]
         mlp.forward = partial(_tiled, mlp, mlp.forward, shards)
 

@@ -70,6 +70,7 @@ class FSDPEngine(TrainEngine):
         self.fsdp = fsdp
         self.device = torch.device("cuda", torch.cuda.current_device()) if spec.device == "cuda" else torch.device("cpu")
         rank, world, sp = dist.get_rank(), dist.get_world_size(), fsdp.ulysses_sequence_parallel_size
+        # Consecutive ranks share their rows, as in the groups of TokenSharding.over.
         self.mesh = EngineMesh(
             rank=rank, world_size=world, dp_rank=rank // sp, dp_size=world // sp, is_output_rank=rank % sp == 0
         )
@@ -111,9 +112,11 @@ class FSDPEngine(TrainEngine):
         sharded = empty_model(model, config, head, dtype).requires_grad_(self.spec.optimizer is not None)
         weights, shell = stored_weights(sharded, model), None
         if self.mesh.rank == 0:
+            # On one rank: the twin is the same on all of them.
             with START("check"):
                 check_packing(small_twin(model, config, head), model.path)
             shell = description(model, config, head, weights).to(dtype=saved_dtype)  # type: ignore[call-arg] # a wrapped method
+        # On the CPU and in full: ``fill`` copies this rank's part after the sharding.
         given = make_buffers(sharded.hf, torch.device("cpu"))
         if model.has_adapter:
             from workers.engine.fsdp.lora import add_adapter
@@ -154,6 +157,7 @@ class FSDPEngine(TrainEngine):
 
     def train_step(self, batch: Batch, plan: MicroBatches, loss: Loss) -> Metrics:
         assert self._optimizer is not None, "this engine was built without an optimizer"
+        # The optimizer steps outside of this block: an update that is half applied cannot be undone.
         # With several ranks the others may wait in a collective that this rank has left: the step cannot be undone.
         can_undo = self.mesh.world_size == 1 and (CAN_RESET or not isinstance(self._model, FSDPModule))
         with convert_out_of_memory(self._drop_step if can_undo else None):
@@ -184,6 +188,7 @@ class FSDPEngine(TrainEngine):
         metrics_by_part: list[Metrics] = [{"loss": Metric.sum(0.0)}]
         coefficient, balance = self.spec.model.router_aux_loss_coef, None
         if self._model.top_k is not None:
+            # Ulysses ranks hold the same rows: each token counts once.
             tokens = batch.total_tokens if self.mesh.is_output_rank else 0
             balance = LoadBalance(coefficient, self._model.top_k, tokens, self.device)
         prompts = self.prompts(batch)
@@ -199,10 +204,13 @@ class FSDPEngine(TrainEngine):
                 added, metrics = balance.take(outputs["expert_load"], outputs["router_probs"], real=bool(chosen))
                 metrics_by_part.append(metrics)
                 total = total + added
+            # No division by micro-batches or ranks: loss_weight was computed over the whole mini-batch.
             total.backward()
+            # A single micro-batch has nothing to add up, and unsharded gradients accumulate in float32.
             if len(plan) > 1 and not self._reduces_last_only:
                 self._sum_in_float32(sums)
         for name in list(sums):
+            # pop(): each float32 sum is freed as soon as its gradient is cast.
             self._params[name].grad = like(self._params[name], sums.pop(name).to(self._params[name].dtype))
         return join_metrics([*metrics_by_part, balance.metrics()] if balance is not None else metrics_by_part)
 
@@ -260,6 +268,7 @@ class FSDPEngine(TrainEngine):
         """Prompt sharing of the micro-batch of these rows of ``batch``; None without."""
         if prompts is None or not chosen:
             return None
+        # The order in which micro_batch selects the same rows.
         order = longest_first(batch, chosen)
         return prompts.shared(order, batch.lengths[order].tolist(), self.device)
 
@@ -277,6 +286,7 @@ class FSDPEngine(TrainEngine):
             results = self._model(input_ids, positions, packed, **routing_kwargs)
             kept = {"values": total, "last_value": len(rows), "scores": len(rows)}
             return {name: out[: kept[name]] if name in kept else out for name, out in results.items()}
+        # The first token of a row has no predecessor whose state could predict it.
         predicted = (rows.tokens["response_mask"].bool() & (positions[:total] > 0)).nonzero()[:, 0]
         temperature, entropy_mask = rows.meta["temperature"], rows.tokens.get("entropy_mask")
         head_kwargs = {"temperature": temperature, "outputs": outputs, "entropy_mask": entropy_mask}
@@ -313,6 +323,7 @@ class FSDPEngine(TrainEngine):
                 param.grad = None
         if params is not None:
             self._places["params"].move(params)
+        # With optimizer_offload the state comes to the device for an update only, see _optimizer_here.
         if optimizer is not None and not self.fsdp.optimizer_offload:
             self._places["optimizer"].move(optimizer)
 
@@ -342,6 +353,7 @@ class FSDPEngine(TrainEngine):
             state = self._checkpoint_state()
             load_sharded(state, path)
         if self._optimizer is not None:
+            # The moments are views of live state, but the step count was loaded into a tensor of its own.
             self._optimizer.set_steps(int(state["optimizer.steps"]))
 
     def _checkpoint_state(self) -> dict[str, Tensor]:
@@ -361,6 +373,7 @@ class FSDPEngine(TrainEngine):
 
     def export_hf(self, path: str) -> None:
         state = {}
+        # All ranks iterate although only rank 0 keeps anything: each weight is gathered by a collective.
         for name, weight in self.export_weights():
             if self._shell is not None:
                 state[name] = weight.to("cpu", self._shell.dtype) if weight.is_floating_point() else weight.cpu()

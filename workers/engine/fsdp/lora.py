@@ -69,6 +69,7 @@ def _read_config(path: Path, rank: int) -> LoraConfig:
     if written.get("peft_type") != "LORA":
         raise ValueError(f"model.lora_adapter_path {path}: peft_type is {written.get('peft_type')}, not LORA")
     default = LoraConfig().to_dict()
+    # A key with another value than peft's default changes what the adapter computes: it must not be ignored.
     more = sorted(
         key for key, value in written.items() if key not in USED_KEYS | IGNORED_KEYS and value and value != default.get(key)
     )
@@ -106,6 +107,7 @@ def add_adapter(
     for module in initial.modules():
         for leaf, param in module._parameters.items():
             if param is not None:
+                # A value head gets memory of its own: its weights are read from files below.
                 value = torch.empty if param in head else _empty
                 module._parameters[leaf] = nn.Parameter(value(param.shape, dtype=param.dtype))
     # A value head is not made by peft: its initial weights come from the model's files, zero if these have none.
@@ -115,6 +117,7 @@ def add_adapter(
     inject(initial, model, trained=trained, seed=seed)
     if model.lora_adapter_path is not None:
         Adapter(initial).read(adapter_path(model))
+    # By identity: named_parameters and _trained_parameters list the same tensors.
     own = {id(param) for param in _trained_parameters(initial)}
     return config, {name: param.detach() for name, param in initial.hf.named_parameters() if id(param) in own}
 
@@ -151,9 +154,12 @@ def _inject_layers(packed: PackedModel, config: LoraConfig, targets: list[str], 
 
     The random state is forked: A depends on ``seed`` only, and the caller's random state does not change.
     """
+    # peft matches ends of names: complete names select exactly these modules. The caller's config keeps the abbreviated ones,
+    # which are written to adapter_config.json.
     exact = copy.deepcopy(config)
     exact.target_modules, exact.modules_to_save = targets, None
     on_meta = next(packed.hf.parameters()).is_meta
+    # devices=[]: peft creates the weights on the CPU or on meta, so no GPU's generator is used.
     with torch.random.fork_rng(devices=[]), torch.device("meta" if on_meta else "cpu"):
         torch.default_generator.manual_seed(seed)
         inject_adapter_in_model(exact, packed.hf, adapter_name=NAME)
@@ -164,6 +170,7 @@ def _inject_layers(packed: PackedModel, config: LoraConfig, targets: list[str], 
 @torch.no_grad()
 def merge_from(path: Path, packed: PackedModel) -> dict[str, Tensor]:
     """Merge the adapter in peft's directory ``path`` into the model in place; returns {Hugging Face name: weight}."""
+    # Any seed will do: read() replaces the initial weights, or fails.
     _inject_layers(packed, _read_config(path, 0), _modules_on_disk(packed, path), seed=0)
     adapter = Adapter(packed)
     adapter.read(path)
@@ -285,6 +292,7 @@ class Adapter:
             return full(self.base[name], dtype)
         weight = full(self.base[name])
         a, b = (full(self.own[f"{PREFIX}{name.removesuffix('.weight')}.lora_{part}.weight"]) for part in "AB")
+        # Added before the cast: in bfloat16 a product 256 times smaller than the weight would be lost.
         whole = weight.to(torch.promote_types(weight.dtype, torch.float32)) + (b @ a) * self.scaling[name]
         return whole if dtype is None else whole.to(dtype)
 

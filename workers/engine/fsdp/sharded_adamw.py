@@ -21,6 +21,7 @@ def global_norm(grads: Iterable[Tensor], device: torch.device, n_copies: int) ->
     n_copies: how many ranks hold each shard. All copies are in the sum, so that every rank computes the same number and takes the
     same decision.
     """
+    # Squares are summed over tensors and ranks in float64, whatever the gradients' dtype.
     squares = torch.zeros((), dtype=torch.float64, device=device)
     for grad in grads:
         squares += torch.linalg.vector_norm(grad, dtype=torch.promote_types(grad.dtype, torch.float32)).double().square()
@@ -48,9 +49,11 @@ class ShardedAdamW:
             {"params": [p for p in self.params.values() if p.dim() > 1], "weight_decay": spec.weight_decay},
             {"params": [p for p in self.params.values() if p.dim() <= 1], "weight_decay": 0.0},
         ]
+        # fused: 2.1 ms for 3.3M parameters on the CPU; foreach takes 7.9 and the loop 7.2.
         self._adamw = torch.optim.AdamW([group for group in groups if group["params"]], lr=spec.lr, betas=spec.betas, fused=True)
         for param in self.params.values():
             self._adamw.state[param] = {kind: torch.zeros_like(param) for kind in MOMENTS}
+            # The fused kernel reads the step count on the parameter's device.
             self._adamw.state[param]["step"] = torch.zeros((), dtype=torch.float32, device=param.device)
         self._averages = {name: wide(param).clone() for name, param in self.params.items()} if spec.ema_decay is not None else {}
 
@@ -71,6 +74,7 @@ class ShardedAdamW:
     def step(self, grads: Mapping[str, Tensor], norm: float) -> float:
         """Clip to ``clip_grad`` given the global gradient norm, update, and return the learning rate that was used."""
         # The global norm is passed in: that of local shards would clip ranks differently.
+        # 1e-6 as in torch.nn.utils.clip_grad_norm_.
         scale = self.spec.clip_grad / (norm + 1e-6)
         lr = learning_rate(self.spec, self.steps)
         for group in self._adamw.param_groups:

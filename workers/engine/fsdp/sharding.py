@@ -46,6 +46,7 @@ def shard(model: PackedModel, mesh: DeviceMesh, fsdp: FSDPConfig) -> None:
     copying parameters and gradients cost 6 % of a step at 3.4M parameters and 2k tokens, and a second copy of both.
     """
     dtype = DTYPES[fsdp.dtype]
+    # Gradients of ranks are summed in float32 at least, also where layers compute in bfloat16.
     reduce_dtype = torch.promote_types(dtype, torch.float32)
     if mesh.size() == 1 and dtype == DTYPES[fsdp.model_dtype] == reduce_dtype:
         return
@@ -54,6 +55,7 @@ def shard(model: PackedModel, mesh: DeviceMesh, fsdp: FSDPConfig) -> None:
         fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=fsdp.reshard_after_forward)
     if model.head != "lm":
         fully_shard(model.value_head, mesh=mesh, reshard_after_forward=False)  # no policy: computed in the parameters' dtype
+    # The root's parameters are needed again as soon as the backward begins.
     fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -76,6 +78,7 @@ def fill(model: PackedModel, weights: StoredWeights, given: Mapping[str, Tensor]
         if name in given:
             here.view(-1).copy_(given[name].flatten()[start : start + here.numel()])
         else:
+            # peft wraps an adapted layer and thereby renames its weight; files have the name without adapter.
             targets[name.replace(".base_layer.", ".")] = (here, start)
     weights.fill(targets)
 
@@ -104,6 +107,7 @@ def offsets(tensor: Tensor) -> list[int]:
     begin = [0] * tensor.dim()
     if isinstance(tensor, DTensor):
         mesh = one_copy(tensor)
+        # fully_shard gives each rank this number of rows, so that the last ranks may have fewer, or none.
         rows = -(-len(tensor) // mesh.size())
         begin[0] = min(rows * mesh.get_local_rank(), len(tensor))
     return begin

@@ -49,6 +49,7 @@ class Shard:
     """
 
     def __init__(self, parts: Mapping[str, tuple[Tensor, Sequence[int]]], rank: int, world_size: int) -> None:
+        # A rank may have no row of a small tensor; the parts of the other ranks are the whole of it.
         self.tensors = {name: part for name, (part, _) in parts.items() if part.numel()}
         self.offsets = {name: list(parts[name][1]) for name in self.tensors}
         self.name = f"shard-{rank + 1:05d}-of-{world_size:05d}"
@@ -98,6 +99,7 @@ def save_shard(
 
     shell: meta-device model whose config this rank writes; None on other ranks. adapter: written by the same rank.
     """
+    # Collective: all ranks save in the same way.
     waited_for = shortage(shard.bytes) if background else None
     # Copies must be complete before this returns: training changes the tensors in place.
     if staged := background and waited_for is None:
@@ -111,11 +113,13 @@ def save_shard(
         if shell is not None and adapter is not None:
             described.append(write_adapter_config(adapter, directory))
         files = [*written, *saved_files(directory, described)]
+        # Last: it declares that everything above is on disk.
         if staged:
             declare_written(directory, shard.name, files)
         return Saved(files=files, seconds=time.monotonic() - started, waited_for=waited_for)
 
     saving = in_background(write)
+    # Without copies the threads read the live tensors, which the next update would change.
     if not staged:
         wait([saving])
     return saving
@@ -187,6 +191,7 @@ def write_model(shell: PreTrainedModel | None, weights: Iterable[tuple[str, Tens
         for i, name in enumerate(names):
             (directory / f"part-{i}.safetensors").rename(directory / name)
         write_description(shell, directory)
+    # Other ranks return only when the files exist.
     dist.barrier()
 
 
@@ -225,6 +230,7 @@ class Files:
         if len(parts) == 1:
             return parts[0][0]
         ends = [[start + size for start, size in zip(begin, part.shape, strict=True)] for part, begin in parts]
+        # The parts cover the tensor, so its shape is the largest end along each dimension.
         whole = torch.empty([max(sizes) for sizes in zip(*ends, strict=True)], dtype=parts[0][0].dtype)
         for (part, begin), end in zip(parts, ends, strict=True):
             whole[tuple(slice(*span) for span in zip(begin, end, strict=True))] = part

@@ -118,6 +118,7 @@ class PackedModel(nn.Module):
             logits = (rows.whole(layer if routed_gradient else layer.detach())[:routed] for layer in body.router_logits)
             routing = dict(zip(ROUTED, measure(logits, self.top_k), strict=True))
         if self.head != "lm":
+            # The head is sharded without a mixed-precision policy and computes in its parameters' dtype.
             after = rows.whole(self.value_head(hidden.to(self.value_head.weight.dtype))[:, 0])
             last = after.index_select(0, rows.last)
             if self.head == "reward":
@@ -135,6 +136,7 @@ class PackedModel(nn.Module):
         self, before: Tensor, targets: Tensor, temperature: float, outputs: Collection[str], entropy_at: Tensor | None
     ) -> dict[str, Tensor]:
         """before (N, H), targets int64 (N,), entropy_at bool (N,) -> log_probs (N,) and the other ``outputs``."""
+        # Only its weight is used: the module's own forward would materialise all logits.
         lm_head = self.hf.get_output_embeddings()
         weight, bias = lm_head.weight, lm_head.bias
         want_entropy = "entropy" in outputs
@@ -180,6 +182,7 @@ def model_config(model: ModelConfig, head: Head) -> PretrainedConfig:
     if head == "reward":
         prepare_scoring(model.path, config)
     if head != "lm":
+        # One output: transformers' default is two labels.
         config.num_labels = 1
     as_dict = config.to_dict()
     layers = set(as_dict.get("layer_types") or ()) - PACKABLE_LAYERS
@@ -228,6 +231,7 @@ def empty_model(model: ModelConfig, config: PretrainedConfig, head: Head, dtype:
         )
     if not hf._supports_attention_backend or hf._is_stateful:
         raise ValueError(f"model.path={model.path}: {config.model_type} cannot be packed: its attention or state is its own")
+    # eval(): without dropout the ratio is 1 on policy, and recomputation repeats the forward bitwise.
     packed = PackedModel(fuse_norms(choose_experts(hf.eval())), head)
     if model.router_aux_loss_coef and packed.top_k is None:
         coefficient = f"model.router_aux_loss_coef={model.router_aux_loss_coef:g}"
@@ -281,6 +285,7 @@ def _in_body(hf: PreTrainedModel, name: str) -> bool:
 def description(model: ModelConfig, config: PretrainedConfig, head: Head, weights: StoredWeights) -> PreTrainedModel:
     """Meta-device model that defines names in files and the generation config, as transformers would write them."""
     hf = empty_model(model, config, head, torch.float32).hf
+    # save_pretrained inverts them: files keep the names that the model was loaded from.
     hf._weight_conversions = weights.conversions  # type: ignore[assignment] # a plain attribute
     if hf.can_generate() and (weights.folder / GENERATION_CONFIG_NAME).is_file():
         hf.generation_config = GenerationConfig.from_pretrained(weights.folder)
@@ -334,6 +339,7 @@ def small_twin(model: ModelConfig, config: PretrainedConfig, head: Head) -> Pack
         for leaf, buffer in module._buffers.items():
             if buffer is not None and leaf not in module._non_persistent_buffers_set:
                 module._buffers[leaf] = torch.zeros_like(buffer, device="cpu")
+    # Every parameter was replaced, which breaks ties.
     packed.hf.tie_weights()
     make_buffers(packed.hf, torch.device("cpu"))
     return packed
@@ -374,6 +380,7 @@ def check_packing(model: PackedModel, path: str) -> None:
             case _:
                 expected = logits[0, :-1].log_softmax(-1).gather(1, row[1:, None])[:, 0]
                 difference = float((result[1:] - expected).abs().max())
+        # Negated: a NaN fails too.
         if not difference < 1e-3:
             raise ValueError(
                 f"model.path={path}: {hf.config.model_type} is not supported: its head or attention does something more, "

@@ -39,6 +39,7 @@ def balance_loss(load: Tensor, probabilities: Tensor, tokens: int) -> Tensor:
     """
     layers, experts = load.shape
     shares, means = load.sum(0) / (layers * tokens), probabilities.sum(0) / (layers * tokens)
+    # Only the mean probabilities have a gradient: a share counts tokens and is not differentiable.
     return experts * (shares * means).sum()
 
 
@@ -60,6 +61,7 @@ class LoadBalance:
 
     def take(self, load: Tensor, probabilities: Tensor, *, real: bool) -> tuple[Tensor, Metrics]:
         """Add a micro-batch, see measure; returns its term of the loss and its metrics. real: it has rows, it is no dummy."""
+        # A dummy row passes the routers too. It is multiplied by 0 instead of skipped, so that every rank runs the same backward.
         self._load = self._load + load * real
         tokens = int(load[0].sum()) // self._top_k
         loss, counted = balance_loss(load, probabilities, tokens), tokens * real

@@ -106,6 +106,7 @@ class PackedRows:
 
 def _ends(lengths: Sequence[int], device: torch.device) -> Ends:
     """Cumulative offsets, int32 (n + 1,), and the largest length."""
+    # int32 is what variable-length kernels take.
     return torch.tensor([0, *lengths]).cumsum(0).to(device, torch.int32), max(lengths)
 
 

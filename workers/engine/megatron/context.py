@@ -80,6 +80,7 @@ class ContextSharding:
         """q (T / cp, heads, D), k and v (T / cp, kv heads, D) -> (T / cp, heads, D). Collective."""
         k, v = self.gather(k), self.gather(v)
         if q.is_cuda and q.dtype in (torch.bfloat16, torch.float16):
+            # varlen takes one run of keys per piece: keys that both chunks of this rank attend to are repeated.
             k, v = (torch.cat([x[piece.keys : piece.ends] for piece in self.pieces]) for x in (k, v))
             return varlen(q, k, v, self.queries, self.seen)
         parts = []
@@ -87,6 +88,7 @@ class ContextSharding:
             queries = q[piece.start : piece.stop].transpose(0, 1)[None]
             keys, values = (x[piece.keys : piece.ends].transpose(0, 1)[None] for x in (k, v))
             n, m = queries.shape[2], keys.shape[2]
+            # is_causal would align the first query with the first key; in a piece the last ones are aligned.
             seen = torch.ones(n, m, dtype=torch.bool, device=q.device).tril(m - n)
             out = scaled_dot_product_attention(queries, keys, values, attn_mask=seen, enable_gqa=True)
             parts.append(out[0].transpose(0, 1))

@@ -37,6 +37,7 @@ class Exchange:
         self.params = {name: param for chunk in chunks for name, param in global_names(chunk)}
         self.tp = parallel_state.get_tensor_model_parallel_group()
         self.pp = parallel_state.get_pipeline_model_parallel_group()
+        # A broadcast needs shape and dtype on the stages that do not hold the parameter.
         held: list[dict[str, tuple[torch.Size, torch.dtype]]] = [{} for _ in range(self.pp.size())]
         dist.all_gather_object(held, {name: (param.shape, param.dtype) for name, param in self.params.items()}, group=self.pp)
         # Reversed: of several stages that hold a parameter the first is its owner.

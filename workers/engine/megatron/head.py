@@ -30,6 +30,7 @@ def values(chunk: PackedGPT, pack: Pack, hidden: Tensor) -> dict[str, Tensor]:
 
 def log_probs(chunk: PackedGPT, pack: Pack, hidden: Tensor, outputs: Collection[str], vocabulary: int) -> dict[str, Tensor]:
     """hidden (T of this rank, 1, H) -> log_probs (T,) and the other ``outputs``, 0 where response_mask is not set."""
+    # In the backward both regions sum the gradient over ranks: each rank computes with its own rows of the head (VocabShard).
     if chunk.config.sequence_parallel:
         hidden = tensor_parallel.gather_from_sequence_parallel_region(hidden)
     else:
@@ -54,6 +55,7 @@ def log_probs(chunk: PackedGPT, pack: Pack, hidden: Tensor, outputs: Collection[
     for name, out in found.items():
         placed = out.new_zeros(len(hidden), *out.shape[1:]).index_copy(0, here, out)
         whole = placed if cut is None else cut.gather_replicated(placed)
+        # Results are at the predecessors; roll() moves them to the predicted tokens.
         results[name] = whole[:total].roll(1, 0)
     return results
 
@@ -86,5 +88,6 @@ def head(
         found["top_log_probs"] = head_top_log_probs(hidden, weight, None, temperature=temperature, shard=shard)
     if "all_log_probs" in outputs:
         logits = tensor_parallel.gather_from_tensor_model_parallel_region((hidden @ chunk.head_weight().T).float())
+        # Rows that pad the vocabulary must not take part in the softmax.
         found["all_log_probs"] = (logits[:, :vocabulary] / temperature).log_softmax(-1)
     return found

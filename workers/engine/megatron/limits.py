@@ -50,6 +50,7 @@ def _undivided(hf: PretrainedConfig, config: MegatronConfig) -> Iterator[str]:
     size = config.tensor_model_parallel_size
     whole = {
         "num_attention_heads": hf.num_attention_heads,
+        # A rank holds complete kv heads, see weights.HeadGroups.
         "num_key_value_heads": hf.num_key_value_heads,
         "intermediate_size": hf.intermediate_size,
     }

@@ -38,6 +38,7 @@ class MegatronAdamW:
             weight_decay=spec.weight_decay,
             adam_beta1=spec.betas[0],
             adam_beta2=spec.betas[1],
+            # torch's default, with which the FSDP engine runs.
             adam_eps=1e-8,
             clip_grad=spec.clip_grad,
             params_dtype=config.params_dtype,
@@ -62,6 +63,8 @@ class MegatronAdamW:
 
     def norm(self) -> float:
         """Norm of the full gradient before clipping, equal on all ranks of a model. Collective."""
+        # Megatron's own step() would prepare, clip and update at once; the engine decides in between whether all ranks may
+        # update.
         self._megatron.prepare_grads()
         return float(self._megatron.get_grad_norm())
 

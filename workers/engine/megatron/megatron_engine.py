@@ -61,6 +61,7 @@ class MegatronEngine(TrainEngine):
         self.device = torch.device("cuda", torch.cuda.current_device()) if spec.device == "cuda" else torch.device("cpu")
         config = model_config(spec.model, spec.head)
         self.config = transformer_config(config, megatron, recompute=spec.model.enable_gradient_checkpointing)
+        # None: Megatron would divide gradients by its number of tokens, but losses are weighted sums already.
         self.config.finalize_model_grads_func = lambda model, tokens, **kwargs: finalize_model_grads(model, None, **kwargs)
         self.mesh: EngineMesh = join(megatron, spec.seed)
         shell = empty_model(spec.model, config, spec.head, self.config.params_dtype)
@@ -80,6 +81,7 @@ class MegatronEngine(TrainEngine):
         with START("read"):
             self._exchange.fill(files, self._put_param)
         self._grads_place: Place = "device"
+        # Last: an Offloadable refers to storages, and wrapping a chunk may give its parameters new ones.
         self._places = {"params": Offloadable(self._exchange.params.values()), "optimizer": Offloadable(self._separate_state())}
 
     def _trained(self, optimizer: OptimizerSpec) -> tuple[list[Any], MegatronAdamW]:
@@ -87,6 +89,7 @@ class MegatronEngine(TrainEngine):
         distributed = self.megatron.use_distributed_optimizer
         ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=distributed)
         wrap = partial(DistributedDataParallel, self.config, ddp)
+        # Buckets for the first chunk only, as Megatron's own training script sets it.
         model = [wrap(chunk, disable_bucketing=i > 0) for i, chunk in enumerate(self._chunks)]
         return model, MegatronAdamW(model, optimizer, self.config, distributed=distributed)
 
@@ -133,6 +136,7 @@ class MegatronEngine(TrainEngine):
         def reduce(pack: Pack, results: dict[str, Tensor]) -> tuple[Tensor, Tensor, Metrics]:
             total, metrics = weighted(loss, results, pack.rows)
             reported = {} if pack.is_dummy else {**metrics, "loss": Metric.sum(total.detach())}
+            # The zero stands for the number of tokens that Megatron expects here, see finalize_model_grads_func.
             return total, torch.zeros((), dtype=torch.int, device=self.device), reported
 
         metrics_by_part: list[Metrics] = self._run(batch, plan, loss.needs, reduce, backward=True)

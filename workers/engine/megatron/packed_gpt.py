@@ -147,6 +147,7 @@ def transformer_config(hf: PretrainedConfig, config: MegatronConfig, *, recomput
         "pipeline_dtype": dtype,
         "bf16": dtype == torch.bfloat16,
         "sequence_parallel": config.sequence_parallel and config.tensor_model_parallel_size > 1,
+        # Micro-batches differ in their number of tokens: stages send shapes first.
         "variable_seq_lengths": True,
         # The interleaved schedule sends in both directions at once. Batched messages wait for a neighbour that runs another
         # batch, and between two ranks, each of which is the other's previous and next, they do not identify which message is
@@ -155,6 +156,7 @@ def transformer_config(hf: PretrainedConfig, config: MegatronConfig, *, recomput
         "batch_p2p_comm": config.virtual_pipeline_model_parallel_size is None,
         "calculate_per_token_loss": True,  # losses are sums, and gradients are summed over ranks
         "moe_token_dispatcher_type": "alltoall",  # required with variable lengths
+        # No initial values: Exchange.fill reads every parameter from files, and a value head starts at zero.
         "use_cpu_initialization": True,
         "perform_initialization": False,
         "bias_activation_fusion": False,
@@ -192,6 +194,7 @@ def build_chunks(config: TransformerConfig, shell: PackedModel) -> list[PackedGP
             vp_stage=vp_stage,
         )
         if chunk.post_process and head != "lm":
+            # Instead of Megatron's output layer, which is split over the vocabulary.
             chunk.output_layer = ValueHead(hf.hidden_size, 1, shell.value_head.bias is not None, dtype=config.params_dtype)
         if chunk.pre_process and embedding.padding_idx is not None:
             freeze_padding(chunk.embedding.word_embeddings, embedding.padding_idx)

@@ -46,6 +46,7 @@ def pack(rows: Batch, config: TransformerConfig, rotary: Rotary, *, is_dummy: bo
     cut = ContextSharding.of(lengths, parallel_state.get_context_parallel_group(), device) if cp > 1 else None
     if cut is not None:
         ids, positions = ids[cut.place], positions[cut.place]
+    # transformers' module reads dtype and device of its first argument, and nothing else.
     cos, sin = rotary(torch.zeros((), dtype=config.params_dtype, device=device), positions[None])
     packed = Packed(qkv_format="thd", rows=PackedRows.of(lengths, device), cut=cut, cos=cos[0], sin=sin[0])
     return Pack(rows, is_dummy, sum(lengths), ids, positions, packed)

@@ -79,6 +79,7 @@ class Vocabulary(Layout):
 
     def unshard(self, part: Tensor, rank: int, ranks: int) -> list[tuple[Tensor, int]]:
         start = rank * len(part)
+        # A rank may hold padding alone.
         return [(part[: max(0, self.size - start)], start)]
 
 

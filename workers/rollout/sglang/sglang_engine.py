@@ -141,6 +141,7 @@ class SGLangRollout(Rollout):
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
         """Generate all completions, in the order of the requests; returns [] on ranks without an engine."""
         if self.engine is None:
+            # A forgotten sync fails on every rank of the replica, as it does on the first one.
             self._check_awake()
             self.submit(requests)
             return []
@@ -422,6 +423,7 @@ def sampling_arguments(pending: PendingRequest, max_length: int) -> dict[str, An
         "max_new_tokens": new_tokens(pending.request, max_length) - len(pending.token_ids),
         "stop_token_ids": list(sampling.stop_token_ids),
         "ignore_eos": sampling.ignore_eos,
+        # SGLang uses it only with enable_deterministic_inference, which it does not have on CPU.
         "sampling_seed": pending.request.seed,
     }
 

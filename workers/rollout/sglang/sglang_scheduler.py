@@ -49,6 +49,7 @@ def run_scheduler(server_args: Any, *args: Any, **kwargs: Any) -> None:
             gc.freeze()
             runner = self.tp_worker.model_runner
             weights = Weights(runner.model, runner.lora_manager if self.enable_lora else None)
+            # No race with the scheduler's loop: the worker recalls all requests before it loads weights.
             Thread(target=answer_calls, args=(Client(os.environ[RANKS]), weights), daemon=True).start()
 
     scheduler.Scheduler = Scheduler

@@ -73,6 +73,7 @@ class _Weight:
         """Make all places use ``tensor``."""
         for module, leaf in self.places:
             if leaf in module._parameters:
+                # A new Parameter: the data of one on the meta device cannot be replaced by a tensor of another device.
                 module._parameters[leaf] = nn.Parameter(tensor.detach(), requires_grad=False)
             else:
                 module._buffers[leaf] = tensor

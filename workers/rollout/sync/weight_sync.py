@@ -121,6 +121,7 @@ class WeightSync:
         def sampled_stream() -> Iterator[tuple[str, Tensor]]:
             for name, tensor in self._stream():
                 came[name] = None
+                # Before the engine gets the tensor: a loader that changes its input in place would hide its own error.
                 if name in sample.names:
                     with watch:
                         sample.take(name, tensor)
@@ -136,6 +137,7 @@ class WeightSync:
             if sampled:
                 sample.compare(found, self.rollout.read_held)
             else:
+                # A second pass gathers the weights again: the expected values of all lines would be a second copy of the model.
                 compare_all(self._held_weights(), self._stream(), found, self.rollout.read_held)
 
     @property
@@ -145,6 +147,7 @@ class WeightSync:
 
     def _load_adapter(self, adapter: LoraConfig, version: int, found: Findings, watch: Stopwatch) -> None:
         """Load the adapter and verify all of it: it is small enough to compare completely in each sync."""
+        # Collected, because it is read twice: by the engine and by the verification.
         weights = dict(self.source.export_weights(kind="adapter"))
         self.rollout.load_adapter(adapter, iter(weights.items()), version)
         if self.config.verify_weights != "off":

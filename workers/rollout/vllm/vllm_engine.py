@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from workers.rollout.vllm.vllm_lora import ExpectedAdapter
 
 ENVIRONMENT = {
+    # The engine core runs in this process, next to the trainer's shards.
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_USE_V2_MODEL_RUNNER": "0",  # SeededSampler replaces the sampler of the V1 runner
     "VLLM_NO_USAGE_STATS": "1",
@@ -316,7 +317,9 @@ def engine_arguments(spec: RolloutSpec) -> dict[str, Any]:
         "seed": rollout.seed,
         "distributed_executor_backend": "external_launcher",
         "logprobs_mode": "processed_logprobs",
+        # On CPU vLLM has no sleep mode; vllm_cpu.SleepingWorker adds one.
         "enable_sleep_mode": spec.device == "cuda",
+        # Token ids in, token ids out: all tokenizers are on the controller.
         "skip_tokenizer_init": True,
         "generation_config": "vllm",  # sampling parameters come from requests only, not from the model's directory
         "disable_log_stats": True,
