@@ -33,7 +33,7 @@ class Tokenizer:
 
 
 class Model:
-    """Two ranks' worth of text files. problem: what the next save ends with instead. gate: what it waits for. seconds,
+    """Text files of two ranks. problem: what the next save ends with instead. gate: what it waits for. seconds,
     waited_for: see Saved."""
 
     def __init__(
