@@ -59,7 +59,7 @@ def test_gae_equals_its_definition(seed: int) -> None:
     assert not result.advantages[~trained].any() and not result.returns[~trained].any()
 
 
-def test_gae_at_gamma_and_lam_one_returns_the_rewards_to_come() -> None:
+def test_gae_at_gamma_and_lam_one_returns_the_rewards_to_go() -> None:
     inputs = ragged(3)
     result = gae(inputs, config(gamma=1.0, lam=1.0))
     start = 0
@@ -111,7 +111,7 @@ def test_grpo_divides_by_the_sample_deviation() -> None:
 def test_grpo_group_of_one_keeps_its_score_and_equal_scores_give_zero() -> None:
     result = grpo(scores_in_groups([[0.75], [2.0, 2.0, 2.0]]), config()).advantages.view(-1, 5)[:, 4]
     torch.testing.assert_close(result, torch.tensor([0.75, 0.0, 0.0, 0.0]), atol=1e-5, rtol=1e-5)
-    assert not result[1:].any(), "exactly nothing"
+    assert not result[1:].any(), "equal scores must give exactly zero"
 
 
 @given(st.permutations(list(range(6))))

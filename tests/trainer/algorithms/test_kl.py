@@ -54,7 +54,7 @@ def test_non_finite_kl_leaves_the_coefficient_unchanged(kl: float) -> None:
     assert controller.coefficient == 0.2
 
 
-def test_the_penalty_is_taken_where_the_mask_is() -> None:
+def test_penalty_applies_only_to_trained_tokens() -> None:
     rewards, kl = reward_with_kl(
         torch.tensor([0.0, 1.0]),
         torch.tensor([-1.0, -1.0]),
@@ -90,7 +90,7 @@ def penalised(lengths: list[int], log_ratio: torch.Tensor, mask: torch.Tensor, t
     return metrics, controller.coefficient
 
 
-def test_an_adaptive_coefficient_follows_the_mean_over_responses_not_over_tokens() -> None:
+def test_adaptive_coefficient_follows_the_mean_over_responses_not_tokens() -> None:
     """Two tokens of KL 1 and 98 of KL 0: mean 0.5 over responses, 0.02 over tokens, with the target in between."""
     log_ratio = torch.cat([torch.ones(2), torch.zeros(98)])
     metrics, coefficient = penalised([2, 98], log_ratio, torch.ones(100), target=0.1)
@@ -98,7 +98,7 @@ def test_an_adaptive_coefficient_follows_the_mean_over_responses_not_over_tokens
 
 
 @given(st.lists(st.tuples(st.integers(0, 4), st.integers(1, 9)), min_size=1, max_size=9), st.integers(0, 999))
-def test_the_penalty_that_is_logged_is_verls(rows: list[tuple[int, int]], seed: int) -> None:
+def test_logged_penalty_equals_verl(rows: list[tuple[int, int]], seed: int) -> None:
     """verl pads: masked_mean(kl, mask, axis=-1), then the mean over the batch."""
     generator = torch.Generator().manual_seed(seed)
     padded = torch.randn(len(rows), 9, generator=generator, dtype=torch.float64)

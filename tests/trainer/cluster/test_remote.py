@@ -248,7 +248,7 @@ def test_each_shard_has_one_output_rank() -> None:
         mesh_of([(0, False), (1, True)])
 
 
-class Unhappy:
+class FailingGroup:
     """A group whose calls of one method are late or end in a death; all other calls succeed."""
 
     name = "workers"
@@ -306,7 +306,7 @@ def call_everything(group: Any, limits: Watchdog) -> None:
 def test_late_or_dead_rank_is_named_with_the_phase_for_every_call(kind: str, method: str, tmp_path: Path) -> None:
     phase, key = PHASES_OF[method]
     limits = {phase: 100.0 + number for number, phase in enumerate(PHASES)}
-    group = Unhappy(method, kind)
+    group = FailingGroup(method, kind)
     with pytest.raises((PhaseTimeout, WorkerError)) as raised:
         call_everything(group, watchdog(tmp_path, **limits))
     assert group.limits[method] == limits[key]

@@ -17,7 +17,7 @@ STEPS = 4
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_concurrent_jobs_do_not_interfere(engine: str, tmp_path: Path) -> None:
-    """Each has its own model and an engine of two ranks: with the other job's weights, log-probs would differ from its trainer."""
+    """Each has its own model and an engine of two ranks; weights of the other job would show as a mismatch of log-probs."""
     task = make_task(tmp_path / "task")
     jobs = []
     for seed in (1, 2):

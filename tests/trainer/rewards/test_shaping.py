@@ -26,13 +26,13 @@ def overlong(enable: bool = True, penalty_factor: float = 0.5) -> RewardKwargsCo
     ("length", "penalty"),
     [(0, 0.0), (16, 0.0), (17, -0.125), (18, -0.25), (19, -0.375), (20, -0.5), (21, -0.5), (1000, -0.5)],
 )
-def test_the_penalty_grows_in_the_buffer_alone(length: int, penalty: float) -> None:
+def test_penalty_grows_only_in_the_buffer(length: int, penalty: float) -> None:
     """DAPO, eq. 13, with a limit of 20 and a buffer of 4 tokens."""
     assert overlong_penalty(torch.tensor([length]), overlong()).tolist() == [penalty]
     assert overlong_penalty(torch.tensor([length]), overlong(enable=False)).tolist() == [0.0]
 
 
-def test_answers_that_were_cut_pay_for_it() -> None:
+def test_truncated_responses_get_the_missing_eos_penalty() -> None:
     finished = torch.tensor([1, 0, 1, 0])
     assert missing_eos_penalty(finished, 0.75).tolist() == [0.0, -0.75, 0.0, -0.75]
     assert missing_eos_penalty(finished, None).tolist() == [0.0] * 4
@@ -56,8 +56,8 @@ def test_rewards_are_clipped_before_they_are_normalised() -> None:
 
 
 def test_group_normalisation() -> None:
-    """Over the standard deviation of the group; equal rewards and a group of one become 0, and what is compared with them
-    keeps its distance."""
+    """Divided by the standard deviation of the group; equal rewards and a group of one become 0, and a value that is compared
+    with them keeps its distance."""
     group = [0.0, 1.0, 3.0, -2.0]
     mean, std = statistics.fmean(group), statistics.pstdev(group)
     rewards, baselines = shaping(None, "group")(REWARDS, UIDS, torch.full((7,), 1.5))

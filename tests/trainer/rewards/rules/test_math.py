@@ -106,7 +106,7 @@ def test_the_ground_truth_may_be_a_solution() -> None:
         ("1,000", "1000"),
     ],
 )
-def test_one_spelling(one: str, other: str) -> None:
+def test_equivalent_spellings_are_normalized_equally(one: str, other: str) -> None:
     assert spelt(one) == spelt(other)
 
 
@@ -183,7 +183,7 @@ ADVERSARIAL = {
 
 
 @pytest.mark.parametrize("name", ADVERSARIAL)
-def test_adversarial_answers_end_soon(name: str) -> None:
+def test_adversarial_responses_are_scored_within_the_limit(name: str) -> None:
     """In CPU time they take 0.8 s at most, of the confined process; the bound leaves room for a busy machine."""
     fork_server("trainer.rewards.rules.math")  # it is there
     start = time.monotonic()
@@ -295,7 +295,7 @@ def test_text_that_is_not_one_number_has_no_value(text: str) -> None:
     assert value_of(text) is None
 
 
-def test_a_minus_is_a_sign_where_nothing_stands_before_it() -> None:
+def test_minus_is_a_sign_only_at_the_start() -> None:
     assert [value.number for value in values("10-5 = 5, x=-3, (-2), 7 -4")] == [10, 5, 5, -3, -2, 7, -4]
 
 
@@ -307,7 +307,7 @@ def test_a_number_in_a_sentence_groups_no_thousands_from_a_zero_on_and_may_be_hy
     ("one", "other", "equal"),
     [("50%", "50", True), ("50%", "0.5", True), ("50%", "50%", True), ("50%", "0.5%", False), ("50", "0.5", False)],
 )
-def test_per_cent(one: str, other: str, equal: bool) -> None:
+def test_percent_sign_is_compared(one: str, other: str, equal: bool) -> None:
     a, b = value_of(one), value_of(other)
     assert a is not None and b is not None
     assert a.equals(b) is equal and b.equals(a) is equal
