@@ -4,7 +4,7 @@ from pathlib import Path
 import fsspec
 import pytest
 
-from tests.trainer.checkpoints import is_whole, names, save
+from tests.trainer.checkpoints import is_complete, names, save
 from trainer.checkpoint.manifest import MANIFEST, Damaged, read_checkpoint
 from trainer.checkpoint.remote_copies import RemoteCopies
 from trainer.checkpoint.resume import find_latest
@@ -30,7 +30,7 @@ def test_copied_and_fetched_checkpoint_equals_a_local_one(address: str, tmp_path
     copies = put(address, tmp_path / "run", 2, 10)
     assert copies.steps() == [2, 10]
     fetched = copies.fetch_newest(tmp_path / "new")
-    assert fetched is not None and fetched.path == tmp_path / "new/global_step_10" and is_whole(fetched.path, 10)
+    assert fetched is not None and fetched.path == tmp_path / "new/global_step_10" and is_complete(fetched.path, 10)
     assert find_latest(tmp_path / "new") == fetched, "equal to a checkpoint that was saved here"
     assert fetched.manifest == read_checkpoint(tmp_path / "run/global_step_10").manifest
 

@@ -12,7 +12,7 @@ import yaml
 from configs.compose import compose
 from configs.schema.ppo import PPOConfig
 from configs.schema.supervised import RewardModelConfig, SFTConfig
-from tests.trainer.checkpoints import CONFIG, is_whole, names, save
+from tests.trainer.checkpoints import CONFIG, is_complete, names, save
 from trainer.checkpoint import manifest
 from trainer.checkpoint.manifest import Checkpoint, Damaged
 from trainer.checkpoint.remote_copies import RemoteCopies
@@ -137,7 +137,7 @@ def test_damaged_checkpoint_is_reported_and_the_previous_one_resumed(kind: str, 
     with pytest.raises(ValueError, match=output.replace("no manifest.json in it", "no manifest.json")):
         resume(tmp_path / "other", "resume_path", tmp_path / "global_step_6")
     checkpoint = find_latest(tmp_path)
-    assert checkpoint is not None and checkpoint.step == 4 and is_whole(checkpoint.path, 4)
+    assert checkpoint is not None and checkpoint.step == 4 and is_complete(checkpoint.path, 4)
     (event,) = read_lines(tmp_path / EVENTS)
     assert (event["step"], event["kind"]) == (6, "damaged checkpoint")
     assert (
@@ -199,7 +199,9 @@ def test_local_checkpoint_precedes_remote_copies(tmp_path: Path) -> None:
 def test_run_resumes_from_an_address(tmp_path: Path) -> None:
     save(tmp_path / "run", 2, 4)
     checkpoint = resolve_resume("resume_path", f"file://{tmp_path}/run/global_step_2", tmp_path / "new")
-    assert checkpoint is not None and checkpoint.path == tmp_path / "new/fetched/global_step_2" and is_whole(checkpoint.path, 2)
+    assert (
+        checkpoint is not None and checkpoint.path == tmp_path / "new/fetched/global_step_2" and is_complete(checkpoint.path, 2)
+    )
     with pytest.raises(ValueError, match=r"run/global_step_3: no manifest.json in it"):
         resolve_resume("resume_path", f"file://{tmp_path}/run/global_step_3", tmp_path / "new")
 

@@ -14,7 +14,7 @@ import pytest
 
 import trainer
 from tests.layout.source import ROOT
-from tests.trainer.checkpoints import CONFIG, ROLES, content, is_whole, models, names, save, saver, wait_for_threads
+from tests.trainer.checkpoints import CONFIG, ROLES, content, is_complete, models, names, save, saver, wait_for_threads
 from trainer.checkpoint.resume import check_config, find_latest, resolve_resume
 from trainer.run.errors import CheckFailed, NotSaved
 from trainer.run.run_dir import EVENTS, read_lines, start_run
@@ -40,7 +40,7 @@ def checkpoints(run_dir: Path) -> set[str]:
 def test_saved_checkpoint_is_found_and_complete(tmp_path: Path) -> None:
     save(tmp_path, 5, 10)
     checkpoint = find_latest(tmp_path)
-    assert checkpoint is not None and checkpoint.path == tmp_path / "global_step_10" and is_whole(checkpoint.path, 10)
+    assert checkpoint is not None and checkpoint.path == tmp_path / "global_step_10" and is_complete(checkpoint.path, 10)
     manifest = checkpoint.manifest
     assert (manifest.step, manifest.world_size, manifest.roles) == (10, 2, ["actor", "critic"])
     assert manifest.state == {"kl": {"coefficient": 0.1}} and manifest.code["tandem"] == trainer.__version__
@@ -98,7 +98,7 @@ def test_checkpoint_is_complete_or_absent_after_a_kill_at_any_call(background: b
             if calls() < count:
                 break
         checkpoint = resolve_resume("auto", None, run_dir)
-        assert checkpoint is not None and is_whole(checkpoint.path, checkpoint.step)
+        assert checkpoint is not None and is_complete(checkpoint.path, checkpoint.step)
         outcomes.append(checkpoint.step)
         assert not [name for name in names(run_dir) if name.endswith(".incomplete")]
         for path in run_dir.glob("global_step_*"):
@@ -174,7 +174,7 @@ def test_previous_checkpoint_survives_sigkill_while_threads_write(tmp_path: Path
     half = [file.stat().st_size for file in (tmp_path / "global_step_4.incomplete").rglob("*-part-*.safetensors")]
     assert len(half) > 1 and all(size < 3600 for size in half)
     checkpoint = resolve_resume("auto", None, tmp_path)
-    assert checkpoint is not None and is_whole(checkpoint.path, 2) and checkpoints(tmp_path) == {"global_step_2"}
+    assert checkpoint is not None and is_complete(checkpoint.path, 2) and checkpoints(tmp_path) == {"global_step_2"}
     save(tmp_path, 4)
     assert resume(tmp_path) == 4
 
@@ -220,10 +220,10 @@ def test_old_checkpoints_are_removed_after_the_new_one_is_complete(tmp_path: Pat
     saving = saver(tmp_path, actor=1, async_save=True)
     saving.save(4, models(4, gate=gate), {}, {})
     saving.finish_pending(patient=False)
-    assert is_whole(tmp_path / "global_step_2", 2) and (tmp_path / LATEST).read_text() == "2"
+    assert is_complete(tmp_path / "global_step_2", 2) and (tmp_path / LATEST).read_text() == "2"
     gate.set_result(None)
     saving.finish()
-    assert names(tmp_path / "global_step_2") == {"critic", "manifest.json"} and is_whole(tmp_path / "global_step_4", 4)
+    assert names(tmp_path / "global_step_2") == {"critic", "manifest.json"} and is_complete(tmp_path / "global_step_4", 4)
 
 
 def test_each_role_keeps_its_own_number_of_checkpoints(tmp_path: Path) -> None:
@@ -247,7 +247,7 @@ def test_best_checkpoint_is_never_removed(best_metric: str, values: list[float],
         saving = saver(tmp_path, best_metric=best_metric, actor=1, critic=1)
         saving.save(step, models(step), {}, {best_metric.removeprefix("-"): value, "other": 9.0})
     assert checkpoints(tmp_path) == {f"global_step_{best}", "global_step_6"}
-    assert (tmp_path / BEST).read_text() == str(best) and is_whole(tmp_path / f"global_step_{best}", best)
+    assert (tmp_path / BEST).read_text() == str(best) and is_complete(tmp_path / f"global_step_{best}", best)
     named = [(step, text) for step, kind, text in events_of(tmp_path) if kind == "best checkpoint"]
     assert named[-1] == (best, f"{best_metric.removeprefix('-')} = {values[best - 1]:g}: it is kept")
     assert [step for step, _ in named] == ([1, 2, 4] if best == 4 else [1, 2])
@@ -301,7 +301,7 @@ def written_and_not_completed(run_dir: Path) -> None:
 def test_written_save_of_a_killed_run_is_completed_at_the_next_start(tmp_path: Path) -> None:
     written_and_not_completed(tmp_path)
     checkpoint = resolve_resume("auto", None, tmp_path)
-    assert checkpoint is not None and is_whole(checkpoint.path, 4) and (tmp_path / LATEST).read_text() == "4"
+    assert checkpoint is not None and is_complete(checkpoint.path, 4) and (tmp_path / LATEST).read_text() == "4"
     assert resume_state(tmp_path, 4) == {"kl": {"coefficient": 0.2}}
     files = {path.relative_to(checkpoint.path).as_posix() for path in checkpoint.path.rglob("*") if path.is_file()}
     assert files == {*checkpoint.manifest.files, "manifest.json"}
@@ -355,7 +355,7 @@ def test_full_disk_is_reported_and_the_next_save_attempted(
     saving.save(2, models(2), {}, {})
     saving.save(4, models(4, problem=FULL), {}, {})
     saving.finish_pending()
-    assert checkpoints(tmp_path) == {"global_step_2"} and is_whole(tmp_path / "global_step_2", 2)
+    assert checkpoints(tmp_path) == {"global_step_2"} and is_complete(tmp_path / "global_step_2", 2)
     no_space = "[Errno 28] No space left on device"
     message = f"not saved: {no_space}; {no_space}; the run continues, the next save is tried"
     if not background:  # the second model was not attempted
