@@ -168,7 +168,7 @@ def test_block_within_its_limit_is_not_interrupted(tmp_path: Path) -> None:
     assert not (tmp_path / "logs").exists()
 
 
-def test_a_block_that_ends_while_its_stacks_are_taken_is_not_interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_block_that_ends_during_its_report_is_not_interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     reporting = threading.Event()
 
     def slow(*args: object) -> str:

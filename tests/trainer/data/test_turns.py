@@ -85,7 +85,7 @@ def test_eos_ends_the_last_turn_if_the_template_ends_none(tmp_path: Path) -> Non
         assert (first.n_open, second.n_open) == (1, 1) and trained(reader, second) == ["hello"]
 
 
-def test_a_conversation_may_end_with_the_user_and_an_answer_be_empty(tmp_path: Path) -> None:
+def test_conversation_may_end_with_the_user_and_have_empty_turns(tmp_path: Path) -> None:
     reader = tokenizer(ENDED + ASKED)
     asked, silent, none = encode(tmp_path, reader, CHAT[:4], [CHAT[1], {"role": "assistant", "content": ""}], CHAT[:2])
     assert trained(reader, asked) == ["hello<eos>"] and reader.decode(asked.up_to_the_end()).endswith("hello<eos>")
@@ -93,7 +93,7 @@ def test_a_conversation_may_end_with_the_user_and_an_answer_be_empty(tmp_path: P
     assert trained(reader, none) == [] and none.n_turns == 0
 
 
-def test_the_template_gets_its_arguments(tmp_path: Path) -> None:
+def test_template_gets_its_arguments(tmp_path: Path) -> None:
     reader = tokenizer("{{ head }}" + ENDED + ASKED)
     (turns,) = encode(tmp_path, reader, CHAT, head="!")
     assert reader.decode(turns.ids).startswith("!<|system|>") and trained(reader, turns) == ["hello<eos>", "no<eos>"]

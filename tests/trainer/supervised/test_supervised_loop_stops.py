@@ -42,7 +42,7 @@ def sigterm_after(lines: int, log: Path) -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-def test_a_stopped_run_continues_bitwise_identically(task: Path, tmp_path: Path) -> None:
+def test_stopped_run_resumes_bitwise(task: Path, tmp_path: Path) -> None:
     assert main_sft.PROGRAM(arguments(task, tmp_path / "whole", "trainer.save_freq=30")) == 0
     (tmp_path / "run").mkdir()
     sender = threading.Thread(target=sigterm_after, args=(3, tmp_path / "run" / "metrics.jsonl"))

@@ -89,7 +89,7 @@ def test_failed_row_has_a_reason_and_affects_no_other_row() -> None:
     ]
 
 
-def test_without_readable_rows_the_model_is_not_called() -> None:
+def test_model_is_not_called_without_readable_rows() -> None:
     model, engine = local(longest=1)
     scores, _ = model.score(answers([3, 4], [3, 4]), [], [])
     assert engine.asked == [] and all(score.value is None for score in scores)

@@ -57,7 +57,7 @@ def test_value_is_the_weighted_sum_and_extra_has_the_parts() -> None:
     assert scores[1].extra == {"acc": 0.5, "length": 4.0, "a": -4.0, "b": 7.0}
 
 
-def test_without_rules_there_is_no_acc() -> None:
+def test_score_without_rules_has_no_acc() -> None:
     scores, _ = add([model(2.0, -4.0)], [Score(0.0, {}, None)] * 2, rules_asked=False)
     assert [(score.value, score.extra) for score in scores] == [(2.0, {"a": 2.0}), (-4.0, {"a": -4.0})]
 

@@ -186,7 +186,7 @@ def test_start_does_not_wait_and_close_leaves_nothing(rewards: Path) -> None:
     runner.close()
 
 
-def test_a_process_killed_between_calls_is_replaced(rewards: Path) -> None:
+def test_process_killed_between_calls_is_replaced(rewards: Path) -> None:
     with RewardRunner(config(rewards)) as runner:
         pids = {int(score.extra["pid"]) for score in runner.score(answers(*["sleep 0.05"] * 8))}
         for pid in pids:
@@ -237,7 +237,7 @@ def test_no_more_processes_than_cores(rewards: Path, monkeypatch: pytest.MonkeyP
     assert len({score.extra["pid"] for score in scores}) == 1
 
 
-def test_without_rules_no_process_is_started() -> None:
+def test_no_process_is_started_without_rules() -> None:
     before = psutil.Process().children()
     with RewardRunner(reward_config(scorer="none")) as runner:
         runner.wait_ready()
@@ -245,7 +245,7 @@ def test_without_rules_no_process_is_started() -> None:
         assert runner.score([Response("any", "text", None, {}, True)] * 2) == [Score(0.0, {}, None)] * 2
 
 
-def test_without_workers_the_controller_scores(rewards: Path) -> None:
+def test_controller_scores_without_workers(rewards: Path) -> None:
     with RewardRunner(config(rewards, num_workers=0)) as runner:
         scores = runner.score(answers("fine", "raise", "fine"))
     expect(scores, {1: "RuntimeError: as asked"})
@@ -254,7 +254,7 @@ def test_without_workers_the_controller_scores(rewards: Path) -> None:
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("n", [0, 1, 500])
-def test_a_function_of_whole_batches_gets_them_whole(rewards: Path, num_workers: int, n: int) -> None:
+def test_batch_function_gets_complete_batches(rewards: Path, num_workers: int, n: int) -> None:
     with RewardRunner(config(rewards, name="all_at_once", num_workers=num_workers)) as runner:
         scores = runner.score(answers(*["fine"] * n))
         again = runner.score(answers("fine", "fine"))
@@ -264,7 +264,7 @@ def test_a_function_of_whole_batches_gets_them_whole(rewards: Path, num_workers:
     assert len({score.extra["pid"] for score in (*scores, *again)}) == 1
 
 
-def test_one_process_is_kept_for_whole_batches(rewards: Path) -> None:
+def test_one_process_is_used_for_batch_functions(rewards: Path) -> None:
     before = len(psutil.Process().children())
     with RewardRunner(config(rewards, name="all_at_once")) as runner:
         runner.start()

@@ -128,7 +128,7 @@ def test_math_verify_agrees(answer: str, truth: str, monkeypatch: pytest.MonkeyP
 
 @settings(max_examples=300, deadline=None)
 @given(st.integers(1, 99), st.integers(1, 9), st.integers(2, 9), st.sampled_from([" ", r"\ ", r"\;", "~"]))
-def test_a_mixed_number_is_its_value_and_no_other_fraction(whole: int, top: int, bottom: int, space: str) -> None:
+def test_mixed_number_equals_its_value_and_no_other_fraction(whole: int, top: int, bottom: int, space: str) -> None:
     mixed, value = f"{whole}{space}{top}/{bottom}", whole + Fraction(top, bottom)
     assert same(mixed, f"\\frac{{{value.numerator}}}{{{value.denominator}}}")
     glued = Fraction(int(f"{whole}{top}"), bottom)
@@ -195,7 +195,7 @@ def test_adversarial_responses_are_scored_within_the_limit(name: str) -> None:
     ("10 000", "10000", True), ("1 000 000", r"1{,}000{,}000", True), ("5 6", "56", False), ("10 00", "1000", False),
     ("1 0000", "10000", False),
 ])  # fmt: skip
-def test_a_space_groups_thousands_and_nothing_else(answer: str, truth: str, alike: bool) -> None:
+def test_space_groups_thousands_only(answer: str, truth: str, alike: bool) -> None:
     assert same(answer, truth) == alike
 
 
@@ -299,7 +299,7 @@ def test_minus_is_a_sign_only_at_the_start() -> None:
     assert [value.number for value in values("10-5 = 5, x=-3, (-2), 7 -4")] == [10, 5, 5, -3, -2, 7, -4]
 
 
-def test_a_number_in_a_sentence_groups_no_thousands_from_a_zero_on_and_may_be_hyphenated() -> None:
+def test_number_in_a_sentence_may_be_hyphenated_and_starts_no_group_at_zero() -> None:
     assert [value.number for value in values("0,500 and 1,000,500 of 1-1/2")] == [1000500, Fraction(3, 2)]
 
 

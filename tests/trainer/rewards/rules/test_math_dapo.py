@@ -29,7 +29,7 @@ from trainer.rewards.rules.math_dapo import normalise, score
         (r"\boxed{34", "34", False, "[INVALID]"),
     ],
 )
-def test_the_last_answer_line_else_the_last_box(answer: str, truth: str, right: bool, pred: str) -> None:
+def test_last_answer_line_or_last_box_counts(answer: str, truth: str, right: bool, pred: str) -> None:
     assert score(answer, truth, strict_box_verify=False) == {"score": 1.0 if right else -1.0, "acc": right, "pred": pred}
 
 

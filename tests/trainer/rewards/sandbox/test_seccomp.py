@@ -175,7 +175,7 @@ def old_kernel() -> ForkServer:
     return fork_server("tests.trainer.rewards.old_kernel")
 
 
-def test_without_landlock_no_file_can_be_opened(old_kernel: ForkServer, tmp_path: Path) -> None:
+def test_no_file_can_be_opened_without_landlock(old_kernel: ForkServer, tmp_path: Path) -> None:
     (tmp_path / "there").write_text("kept")
     for path in (tmp_path / "there", os.__file__, "/etc/passwd", "/proc/self/environ", "/dev/stdin"):
         assert old_kernel.run({"code": f"open({str(path)!r})"}, LIMITS).ending == "ended with exit code 1"
@@ -202,7 +202,7 @@ def test_threads_that_cannot_be_counted_are_refused() -> None:
     assert server.run({"code": code}, LIMITS) == JobOutcome(None, "", "none\n")
 
 
-def test_a_process_whose_parent_has_ended_is_not_confined() -> None:
+def test_process_whose_parent_has_ended_is_not_confined() -> None:
     """PR_SET_PDEATHSIG has no effect if the parent died before the call."""
     code = """
 import os, time
@@ -226,7 +226,7 @@ def test_job_that_is_ended_early_is_not_reported_as_late() -> None:
     assert run("print(7)").output == "7\n"
 
 
-def test_a_job_that_cannot_start_leaves_no_lock_and_no_file(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_job_that_cannot_start_leaves_no_lock_and_no_file(monkeypatch: pytest.MonkeyPatch) -> None:
     server = fork_server("trainer.rewards.sandbox.sandbox")
     before = os.listdir("/proc/self/fd")
     with pytest.raises(TypeError, match="not JSON serializable"):
@@ -242,7 +242,7 @@ def test_a_job_that_cannot_start_leaves_no_lock_and_no_file(monkeypatch: pytest.
     assert run("print(7)").output == "7\n"
 
 
-def test_a_closed_server_stays_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_closed_server_stays_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     server = ForkServer("trainer.rewards.sandbox.sandbox")
     running = server.start({"code": "import time\ntime.sleep(60)"}, LIMITS)
     errors: list[str] = []
