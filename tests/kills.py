@@ -53,7 +53,7 @@ class Kill:
 
 
 @dataclass(frozen=True, slots=True)
-class Struck:
+class KilledRun:
     """Record of a killed process, written before its death. time: monotonic clock, shared by all processes. processes: (pid,
     creation time) of all processes of the run. ray: directories of its Ray. shm: its named files in /dev/shm.
     """
@@ -66,16 +66,16 @@ class Struck:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """seconds: from the kill to the first step after it. struck: see Struck."""
+    """seconds: from the kill to the first step after it. killed: see KilledRun."""
 
     kill: Kill
-    struck: Struck
+    killed: KilledRun
     seconds: float
 
 
 def run_and_kill(arguments: Sequence[str], run_dir: Path, kills: Sequence[Kill], folder: Path) -> list[Outcome]:
     """Start a run again and again until it completes; the k-th start is ended by kills[k]. folder: for records."""
-    struck: list[Struck] = []
+    killed: list[KilledRun] = []
     begun: list[float | None] = []
     for number, kill in enumerate([*kills, None]):
         notes = folder / str(number)
@@ -84,16 +84,16 @@ def run_and_kill(arguments: Sequence[str], run_dir: Path, kills: Sequence[Kill],
         if kill is None:
             assert code == 0, f"the run does not complete:\n{message}"
         else:
-            assert code == -signal.SIGKILL and (notes / "struck").exists(), (
+            assert code == -signal.SIGKILL and (notes / "killed").exists(), (
                 f"{kill} was not reached, exit code {code}:\n{message}"
             )
-            found = json.loads((notes / "struck").read_text())
-            struck.append(Struck(**found | {"processes": [tuple(process) for process in found["processes"]]}))
-            end(struck[-1], at_once=kill.first != "alone")
+            found = json.loads((notes / "killed").read_text())
+            killed.append(KilledRun(**found | {"processes": [tuple(process) for process in found["processes"]]}))
+            end(killed[-1], at_once=kill.first != "alone")
         begun.append(float((notes / "begun").read_text()) if (notes / "begun").exists() else None)
-    assert all(leftovers(run_dir, one) == [] for one in struck)
+    assert all(leftovers(run_dir, one) == [] for one in killed)
     steps = [next(time for time in begun[number + 1 :] if time is not None) for number in range(len(kills))]
-    return [Outcome(kill, one, step - one.time) for kill, one, step in zip(kills, struck, steps, strict=True)]
+    return [Outcome(kill, one, step - one.time) for kill, one, step in zip(kills, killed, steps, strict=True)]
 
 
 def start(arguments: Sequence[str], kill: Kill | None, notes: Path) -> tuple[int, str]:
@@ -105,10 +105,10 @@ def start(arguments: Sequence[str], kill: Kill | None, notes: Path) -> tuple[int
         return code, message.read()[-4000:]
 
 
-def end(struck: Struck, *, at_once: bool) -> None:
+def end(killed: KilledRun, *, at_once: bool) -> None:
     """Wait until all processes of the run have ended. at_once: kill them here."""
     left = []
-    for pid, made in struck.processes:
+    for pid, made in killed.processes:
         with suppress(psutil.NoSuchProcess):
             process = psutil.Process(pid)
             if process.create_time() == made and process.status() != psutil.STATUS_ZOMBIE:
@@ -119,16 +119,16 @@ def end(struck: Struck, *, at_once: bool) -> None:
     assert alive == [], "outlived the run"
 
 
-def leftovers(run_dir: Path, struck: Struck) -> list[str]:
+def leftovers(run_dir: Path, killed: KilledRun) -> list[str]:
     """Files of a killed process that the next start should have removed."""
     names = [path for pattern in (".ray-*", "ray", "**/*.incomplete", "**/*.partial") for path in run_dir.glob(pattern)]
-    return [*map(str, names), *(path for path in (*struck.ray, *struck.shm) if Path(path).exists())]
+    return [*map(str, names), *(path for path in (*killed.ray, *killed.shm) if Path(path).exists())]
 
 
 # From here on: inside the process that is to be killed.
 
 
-class Executioner:
+class KillHooks:
     """Kills this run at ``kill``, and records in ``notes`` when its first step began."""
 
     def __init__(self, kill: Kill | None, notes: Path, run_dir: Path) -> None:
@@ -158,10 +158,10 @@ class Executioner:
             with phase(phases, name):
                 self.within.append(name)
                 if is_due and self.kill is not None and self.kill.moment != "end":
-                    self.strike_after(float(self.kill.moment))
+                    self.kill_after(float(self.kill.moment))
                 yield
                 if is_due:
-                    self.strike()
+                    self.kill_now()
                 self.within.pop()
 
         return watched
@@ -174,7 +174,7 @@ class Executioner:
         def watched(source: Any, target: Any, **where: Any) -> Any:
             name = os.path.basename(target)
             if (self.is_due("rename") and re.fullmatch(CHECKPOINT, name)) or (self.is_due("latest") and name == LATEST):
-                self.strike()
+                self.kill_now()
             return move(source, target, **where)
 
         return watched
@@ -186,7 +186,7 @@ class Executioner:
         def watched(path: Path, tensors: Any, metadata: Any) -> Any:
             if self.is_due("write"):
                 path.write_bytes(b"half")
-                self.strike()
+                self.kill_now()
             return write(path, tensors, metadata)
 
         return watched
@@ -198,7 +198,7 @@ class Executioner:
         def watched(path: Any, *args: Any, **kwargs: Any) -> Any:
             if self.is_due("remove") and re.search(CHECKPOINT, str(path)):
                 next(file for file in sorted(Path(path).rglob("*")) if file.is_file()).unlink()
-                self.strike()
+                self.kill_now()
             return remove(path, *args, **kwargs)
 
         return watched
@@ -208,28 +208,28 @@ class Executioner:
             return False
         return self.step >= self.kill.step if phase in SAVING else self.step == self.kill.step
 
-    def strike_after(self, seconds: float) -> None:
+    def kill_after(self, seconds: float) -> None:
         if not seconds:
-            self.strike()
-        timer = threading.Timer(seconds, self.strike)
+            self.kill_now()
+        timer = threading.Timer(seconds, self.kill_now)
         timer.daemon = True
         timer.start()
 
-    def strike(self) -> None:
+    def kill_now(self) -> None:
         """Does not return. The timer may call it when the phase ends."""
         assert self.kill is not None
         self.striking.acquire()
         ray = [self.run_dir.absolute() / "ray"] if (self.run_dir / "ray").is_symlink() else []
         places = [*map(str, self.run_dir.glob(".ray-*")), *(str(Path(os.readlink(link)).parent) for link in ray)]
         actual = {process.pid: process for process in (*psutil.Process().children(recursive=True), *family(places))}.values()
-        struck = Struck(
+        killed = KilledRun(
             time=time.monotonic(),
             processes=[(process.pid, process.create_time()) for process in actual if process.is_running()],
             ray=places,
             shm=sorted({path for process in actual for path in shared_memory(process)}),
         )
-        (self.notes / "struck.partial").write_text(json.dumps(asdict(struck)))
-        (self.notes / "struck.partial").rename(self.notes / "struck")
+        (self.notes / "killed.partial").write_text(json.dumps(asdict(killed)))
+        (self.notes / "killed.partial").rename(self.notes / "killed")
         if self.kill.first == "workers":
             for process in sorted(actual, key=lambda process: not is_worker(process)):
                 with suppress(psutil.NoSuchProcess):
@@ -258,12 +258,12 @@ def main(kill: str, notes: str, *arguments: str) -> int:
 
     wish = json.loads(kill)
     run_dir = next(word for word in reversed(arguments) if word.startswith("trainer.default_local_dir=")).partition("=")[2]
-    executioner = Executioner(wish and Kill(**wish), Path(notes), Path(run_dir))
-    Trainer.steps = executioner.steps(Trainer.steps)  # type: ignore[method-assign]
-    Phases.__call__ = executioner.phases(Phases.__call__)  # type: ignore[method-assign]
-    os.rename, os.replace = executioner.moves(os.rename), executioner.moves(os.replace)
-    checkpoint.write_tensors = executioner.writes(checkpoint.write_tensors)
-    shutil.rmtree = executioner.removals(shutil.rmtree)  # type: ignore[assignment]
+    hooks = KillHooks(wish and Kill(**wish), Path(notes), Path(run_dir))
+    Trainer.steps = hooks.steps(Trainer.steps)  # type: ignore[method-assign]
+    Phases.__call__ = hooks.phases(Phases.__call__)  # type: ignore[method-assign]
+    os.rename, os.replace = hooks.moves(os.rename), hooks.moves(os.replace)
+    checkpoint.write_tensors = hooks.writes(checkpoint.write_tensors)
+    shutil.rmtree = hooks.removals(shutil.rmtree)  # type: ignore[assignment]
     return main_ppo.PROGRAM(arguments)
 
 

@@ -35,13 +35,13 @@ class Reads:
         self.leaves: dict[str, str] = {}
         self._places: dict[int, tuple[Any, str]] = {}
 
-    def stands(self, node: Any, place: str) -> None:
+    def set_place(self, node: Any, place: str) -> None:
         """place: the dotted key of the node and a dot; empty for the root. Nodes below it get places too if they have none."""
         self._places[id(node)] = node, place  # keeps the node alive: its id is not reused
         for field in dataclasses.fields(node):
             value = object.__getattribute__(node, field.name)
             if type(value) in places() and id(value) not in self._places:
-                self.stands(value, f"{place}{field.name}.")
+                self.set_place(value, f"{place}{field.name}.")
 
     def place(self, node: Any) -> str | None:
         """None if it is unknown: of a node that was constructed directly."""
@@ -49,7 +49,7 @@ class Reads:
             (only, *more) = places()[type(node)]
             if more:
                 return None
-            self.stands(node, only)
+            self.set_place(node, only)
         return self._places[id(node)][1]
 
     def saw(self, place: str | None, names: Iterable[str], frame: FrameType) -> None:
@@ -114,7 +114,7 @@ def _copying(reads: Reads, init: Callable[..., None]) -> Callable[..., None]:
         init(node, **values)
         caller = sys._getframe(1)
         if caller.f_code is REPLACE and (place := reads.place(caller.f_locals[REPLACE.co_varnames[0]])) is not None:
-            reads.stands(node, place)
+            reads.set_place(node, place)
 
     return made
 
@@ -131,7 +131,7 @@ def _unpickled(kind: type, values: dict[str, Any], place: str | None) -> Any:
     node = kind(**values)
     for reads in _recording:
         if place is not None:
-            reads.stands(node, place)
+            reads.set_place(node, place)
     return node
 
 

@@ -11,27 +11,12 @@ from trainer.algorithms.kl import KLController, apply_kl_penalty, kl_estimate, r
 from workers.batch import Batch
 
 
-def test_k1_and_k3_are_unbiased_and_k3_is_never_negative() -> None:
-    """The expectation over a small vocabulary, enumerated, equals the exact KL for both."""
-    g = torch.Generator().manual_seed(0)
-    log_p, log_q = ((0.5 * torch.randn(50, generator=g, dtype=torch.float64)).log_softmax(0) for _ in range(2))
-    exact = (log_p.exp() * (log_p - log_q)).sum()
-    for kind in ("kl", "k1", "low_var_kl", "k3"):
-        torch.testing.assert_close((log_p.exp() * kl_estimate(kind, log_p, log_q)).sum(), exact)
-    assert (kl_estimate("k3", log_p, log_q) >= 0).all()
-
-
 @given(st.floats(-5, 5))
 def test_kinds_agree_to_second_order_at_zero(x: float) -> None:
     log_p, log_q = torch.tensor([1e-3 * x], dtype=torch.float64), torch.zeros(1, dtype=torch.float64)
     k2, k3 = kl_estimate("k2", log_p, log_q), kl_estimate("k3", log_p, log_q)
     torch.testing.assert_close(k2, k3, atol=abs(1e-3 * x) ** 3 + 1e-15, rtol=0)
     torch.testing.assert_close(kl_estimate("abs", log_p, log_q), kl_estimate("k1", log_p, log_q).abs())
-
-
-def test_k3_stays_finite_far_away() -> None:
-    far = kl_estimate("k3", torch.tensor([-500.0, 500.0]), torch.zeros(2))
-    assert far.tolist() == [10.0, 10.0]
 
 
 @pytest.mark.parametrize(

@@ -131,9 +131,9 @@ DAMAGE = {
 
 @pytest.mark.parametrize("kind", DAMAGE)
 def test_damaged_checkpoint_is_reported_and_the_previous_one_resumed(kind: str, tmp_path: Path) -> None:
-    file, spoil, output = DAMAGE[kind]
+    file, damage, output = DAMAGE[kind]
     save(tmp_path, 2, 4, 6)
-    spoil(tmp_path / "global_step_6" / file)
+    damage(tmp_path / "global_step_6" / file)
     with pytest.raises(ValueError, match=output.replace("no manifest.json in it", "no manifest.json")):
         resume(tmp_path / "other", "resume_path", tmp_path / "global_step_6")
     checkpoint = find_latest(tmp_path)

@@ -11,7 +11,7 @@ from workers.controller.group import Backend, Transport, WorkerGroup
 from workers.controller.resource_pool import ResourcePool
 
 
-class Asked(Backend):
+class RecordingBackend(Backend):
     """Records the requested groups."""
 
     def __init__(self) -> None:
@@ -37,9 +37,9 @@ class Asked(Backend):
         pass
 
 
-def started(*overrides: str) -> tuple[Asked, dict[str, WorkerGroup]]:
+def started(*overrides: str) -> tuple[RecordingBackend, dict[str, WorkerGroup]]:
     config = compose("ppo_trainer", PPOConfig, overrides)
-    backend, pools = Asked(), place(config.placement, config.trainer, ("actor", "ref", "critic", "rollout"))
+    backend, pools = RecordingBackend(), place(config.placement, config.trainer, ("actor", "ref", "critic", "rollout"))
     return backend, start_pools(backend, config.trainer, pools, config.timeouts, engine="embedded")
 
 

@@ -51,25 +51,25 @@ def fired(alarms: Alarms, run: Sequence[dict[str, float]], first: int = 1) -> li
     return [(step, alarm) for step, metrics in enumerate(run, first) for alarm in alarms.evaluate(step, metrics)]
 
 
-def fallen(steps: int, healthy_steps: int, before: float, after: float) -> np.ndarray:
+def step_change(steps: int, healthy_steps: int, before: float, after: float) -> np.ndarray:
     return np.where(np.arange(steps) < healthy_steps, before, after)
 
 
 # A diverged series of each alarm: what changes after step 20, and the step at which the defaults fire.
 DIVERGED: dict[str, tuple[dict[str, Any], int]] = {
     "nonfinite": ({SKIPPED_IN_A_ROW: [None] * 20 + list(range(1, 21))}, 25),
-    "reward": ({"critic/score/mean": fallen(40, 20, 0.8, 0.0)}, 28),  # 0.32 below its best from the 4th on
-    "entropy": ({"actor/entropy": fallen(40, 20, 0.5, 1e-6)}, 30),
-    "policy_kl": ({"actor/ppo_kl": fallen(40, 20, 0.01, -2.0)}, 22),
-    "ref_kl": ({"actor/kl_loss": fallen(40, 20, 0.5, 11.0)}, 25),
-    "mismatch": ({"training/rollout_log_probs_diff_mean": fallen(40, 20, 1e-3, 0.11)}, 21),
-    "grad_norm": ({"critic/grad_norm": fallen(40, 20, 1.0, 31.0)}, 22),
-    "length": ({"response_length/mean": fallen(40, 20, 100.0, 401.0)}, 25),
-    "clip_ratio": ({"response_length/clip_ratio": fallen(40, 20, 0.0, 0.9)}, 30),  # 0.54 above its minimum from the 6th on
-    "failed_rewards": ({"reward/failed_share": fallen(40, 20, 0.0, 1 / 3)}, 21),
-    "zero_signal": ({"training/zero_signal_groups": fallen(40, 20, 0.5, 0.95)}, 30),
-    "no_learning": ({"critic/score/mean": np.zeros(40), "actor/grad_norm": fallen(40, 20, 1.0, 0.0)}, 25),
-    "validation": ({"val/accuracy": fallen(40, 20, 0.53, 0.004)}, 21),
+    "reward": ({"critic/score/mean": step_change(40, 20, 0.8, 0.0)}, 28),  # 0.32 below its best from the 4th on
+    "entropy": ({"actor/entropy": step_change(40, 20, 0.5, 1e-6)}, 30),
+    "policy_kl": ({"actor/ppo_kl": step_change(40, 20, 0.01, -2.0)}, 22),
+    "ref_kl": ({"actor/kl_loss": step_change(40, 20, 0.5, 11.0)}, 25),
+    "mismatch": ({"training/rollout_log_probs_diff_mean": step_change(40, 20, 1e-3, 0.11)}, 21),
+    "grad_norm": ({"critic/grad_norm": step_change(40, 20, 1.0, 31.0)}, 22),
+    "length": ({"response_length/mean": step_change(40, 20, 100.0, 401.0)}, 25),
+    "clip_ratio": ({"response_length/clip_ratio": step_change(40, 20, 0.0, 0.9)}, 30),  # 0.54 above its minimum from the 6th on
+    "failed_rewards": ({"reward/failed_share": step_change(40, 20, 0.0, 1 / 3)}, 21),
+    "zero_signal": ({"training/zero_signal_groups": step_change(40, 20, 0.5, 0.95)}, 30),
+    "no_learning": ({"critic/score/mean": np.zeros(40), "actor/grad_norm": step_change(40, 20, 1.0, 0.0)}, 25),
+    "validation": ({"val/accuracy": step_change(40, 20, 0.53, 0.004)}, 21),
     "truncated": ({"response_length/clip_ratio": np.full(40, 0.97)}, 5),  # from the first step on
     "end_token": ({END_TOKENS: np.zeros(40)}, 1),
 }
@@ -127,7 +127,7 @@ def test_resumed_alarms_fire_as_uninterrupted_ones_on_any_series(run: list[dict[
 @settings(max_examples=25, deadline=None)
 @given(st.integers(MEAN + 5, 60), st.floats(0.45, 1.0))
 def test_collapse_of_the_reward_is_reported_within_the_window_and_patience(before: int, depth: float) -> None:
-    run = healthy(before + 20, **{"critic/score/mean": fallen(before + 20, before, 1.0, 1.0 - depth)})
+    run = healthy(before + 20, **{"critic/score/mean": step_change(before + 20, before, 1.0, 1.0 - depth)})
     (output,) = fired(ppo_alarms(CONFIG), run)
     assert before < output[0] <= before + MEAN + CONFIG.alarms.reward.patience
 

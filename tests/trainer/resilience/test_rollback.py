@@ -24,7 +24,6 @@ from trainer.resilience.alarms import Alarm
 from trainer.resilience.rollback import Rollbacks
 from trainer.run.run_dir import EVENTS, read_lines, read_metrics
 from trainer.tracking.batch_file import load_batch
-from workers.seeding import seed_of
 
 STEPS, FIRED, GOOD = 15, 14, 2
 REWARD = """
@@ -243,14 +242,6 @@ def test_consecutive_skipped_updates_stop_the_run(task: Path, tmp_path: Path, ca
     line = ends_with(task, tmp_path, capfd, loss, "trainer.total_training_steps=20")
     assert line.startswith("error: stopped at step 6 by an alarm: nonfinite: training/skipped_in_a_row is 5, above")
     assert len(events_of(tmp_path, "skipped")) == 5 and len(list((tmp_path / "logs/nonfinite").iterdir())) == 5
-
-
-@pytest.mark.parametrize("count", [0, 1, 2])
-def test_each_rollback_changes_every_seed(count: int) -> None:
-    rollbacks = Rollbacks(count)
-    assert rollbacks.purpose("train") == ("train" if not count else f"train, rollback {count}")
-    assert rollbacks.seed(7) == (7 if not count else seed_of(7, "rollback", count))
-    assert rollbacks.metrics() == ({} if not count else {"training/rollbacks": count})
 
 
 def test_offloaded_roles_roll_back(task: Path, tmp_path: Path) -> None:

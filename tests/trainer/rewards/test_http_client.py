@@ -35,12 +35,12 @@ def test_connection_problem_reports_unreachable_servers(monkeypatch: pytest.Monk
 
 
 def test_error_messages_contain_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Gossip(Server):
+    class LeakyServer(Server):
         def reply_to(self, n: int, body: object) -> Reply:
             return 403, b"not with\nlong-secret-1", 0.0
 
     monkeypatch.setenv("SOME_TOKEN", "long-secret-1")
-    with Gossip() as server, server.listening(), pytest.raises(RequestRefused) as error:
+    with LeakyServer() as server, server.listening(), pytest.raises(RequestRefused) as error:
         post(f"http://127.0.0.1:{server.server_port}/x", b"[1]", token="long-secret-1", timeout=5.0, timeout_key="t")
     assert str(error.value).endswith("/x: not with ***") and "\n" not in str(error.value)
     assert server.asked[0][1] == "Bearer long-secret-1"

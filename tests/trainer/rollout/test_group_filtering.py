@@ -54,25 +54,6 @@ def test_filter_metric_is_found_by_name() -> None:
         metric_values(batch([{"format": 1.0}, {}]), "format")
 
 
-def test_tally_counts_the_statuses_of_groups() -> None:
-    tally = Tally(FilterGroupsConfig(enable=True, metric=None, max_num_gen_batches=0), wanted=2, rounds_per_epoch=2)
-    tally.add(["low", "kept", "failed"], [0.0, 0.0, 1.0, 1.0])
-    assert not tally.is_full
-    tally.add(["high"], [1.0])
-    tally.check_another(1)
-    tally.add(["kept", "kept"], [1.0, 2.0])
-    assert tally.is_full
-    assert tally.metrics() == {
-        "training/filter_groups/rounds": 3.0,
-        "training/filter_groups/groups": 6.0,
-        "training/filter_groups/surplus": 1.0,
-        "training/filter_groups/dropped_low": 1.0,
-        "training/filter_groups/dropped_high": 1.0,
-        "training/filter_groups/dropped_failed": 1.0,
-        "training/filter_groups/metric_mean": pytest.approx(6 / 7),
-    }
-
-
 def test_only_consecutive_rounds_count_as_a_pass_without_a_group() -> None:
     tally = Tally(FilterGroupsConfig(enable=True, metric="acc", max_num_gen_batches=0), wanted=3, rounds_per_epoch=2)
     for verdict in ("low", "kept", "high", "kept", "low"):
