@@ -121,7 +121,7 @@ def break_models(folder: Path) -> None:
 
 @pytest.fixture(autouse=True)
 def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In an empty directory."""
+    """Run in an empty directory."""
     monkeypatch.chdir(tmp_path)
 
 

@@ -25,7 +25,7 @@ class Nodes:
         self.folder = folder
         self.slots = slots
         self.environment = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
-        """Of every process that joins the cluster."""
+        """Environment of every process that joins the cluster."""
         self.address = f"127.0.0.1:{free_port()}"
         self.processes: list[subprocess.Popen[bytes]] = []
         self._start(*head, f"--port={self.address.partition(':')[2]}", f"--temp-dir={temp_dir}")

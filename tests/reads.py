@@ -1,4 +1,4 @@
-"""Which leaves of trainer.main_ppo's configuration are read, and by which module, while code runs in this process."""
+"""Record which leaves of trainer.main_ppo's configuration are read, and by which module, while code runs in this process."""
 
 import dataclasses
 import sys

@@ -50,7 +50,7 @@ def save_tiny_model(
 
 
 def model_config(path: str, **changes: Any) -> TokenizedModelConfig:
-    """Of the model at ``path``: all parameters trained, nothing recomputed."""
+    """Configuration of the model at ``path``: all parameters trained, nothing recomputed."""
     fields: dict[str, Any] = {
         "tokenizer_path": None,
         "custom_chat_template": None,

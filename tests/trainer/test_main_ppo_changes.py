@@ -150,7 +150,7 @@ def losses(trial: Trial) -> Any:
 
 @cache
 def updates(role: str) -> Callable[[Trial], Any]:
-    """Of each mini-batch: its micro-batches, its token weights, and the limit of the call in seconds."""
+    """For each mini-batch: its micro-batches, its token weights, and the limit of the call in seconds."""
 
     def look(trial: Trial) -> Any:
         model, spec = getattr(trial.assembly, role)(), getattr(trial.assembly, f"{role}_update")()
@@ -261,7 +261,7 @@ def rolled_back(trial: Trial) -> Any:
 
 
 def coefficient(trial: Trial) -> Any:
-    """Of the KL in the reward, after a step far from the reference."""
+    """Coefficient of the KL in the reward, after a step far from the reference."""
     trial.loop.kl.update(9.0, 8)
     return trial.loop.kl.coefficient
 

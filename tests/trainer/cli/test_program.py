@@ -195,7 +195,7 @@ def test_jobs_of_a_sweep_continue_when_one_fails(tmp_path: Path, monkeypatch: py
 
 @pytest.mark.parametrize("program", PROGRAMS.values(), ids=PROGRAMS)
 def test_help_fits_one_page(program: Program[Any]) -> None:
-    """Of 80 columns and 60 lines: at most ten keys, each with its default and its comment, and every option of every group."""
+    """80 columns and 60 lines: at most ten keys, each with its default and its comment, and every option of every group."""
     page = program.help()
     lines = page.splitlines()
     assert max(map(len, lines)) <= 80 and len(lines) <= 60

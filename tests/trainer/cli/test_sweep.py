@@ -153,7 +153,7 @@ def test_objective_without_a_measurement_is_reported(runs: Runs, capsys: pytest.
 
 
 def test_trial_that_did_not_start_after_a_signal_counts_as_interrupted(runs: Runs, tmp_path: Path) -> None:
-    """Of concurrent trials of another launcher: the sweeper gets the same result as for an interrupted one."""
+    """With a launcher of concurrent trials: the sweeper gets the same result as for an interrupted one."""
     write_result(Point(0, (), tmp_path), Result(0, (), "interrupted", 143, None, 1.0))
     left = main_ppo.PROGRAM.point(
         OmegaConf.create(), normalise([], PPOConfig, "ppo_trainer"), Point(1, (), tmp_path), full_traceback=True

@@ -1,4 +1,4 @@
-"""What the controller sends and how it joins the results, on workers that only record their arguments."""
+"""Arguments that the controller sends and results that it joins, with workers that only record."""
 
 from functools import partial
 from pathlib import Path

@@ -16,7 +16,7 @@ SHAPE = Shape.of(SHAPES["7b"])
 
 
 def gigabytes(*overrides: str, gpu: float | None = 80e9) -> dict[str, float]:
-    """By phase, for PPO with a reference and a critic of 7B."""
+    """GB by phase, for PPO with a reference and a critic of 7B."""
     words = ("algorithm=ppo", f"{ACTOR}.use_kl_loss=true", "rollout=vllm", *overrides)
     config = compose("ppo_trainer", PPOConfig, words)
     shapes = {key: SHAPE for key in ("actor_rollout_ref.actor", "actor_rollout_ref.ref", "critic")}

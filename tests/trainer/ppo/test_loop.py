@@ -91,7 +91,7 @@ def test_ppo_logs_the_standard_metrics(task: Path, tmp_path: Path) -> None:
 
 
 def assert_start_is_reported(run_dir: Path) -> None:
-    """By part, on the controller and on the workers."""
+    """Seconds by part, of the controller and of the workers."""
     seconds = json.loads((run_dir / START).read_text())
     own = ["program", "checks", "backend", "data", "workers", "models", "engine", "rewards", "sync"]
     roles = {f"ranks/{role}" for role in ("actor", "ref", "critic", "rollout")}

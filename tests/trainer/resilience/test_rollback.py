@@ -237,7 +237,7 @@ def load_all(directory: Path) -> dict[str, torch.Tensor]:
 
 
 def test_consecutive_skipped_updates_stop_the_run(task: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """They are counted across a resume."""
+    """The count continues across a resume."""
     loss = f"actor_rollout_ref.actor.policy_loss.loss_mode={task}/loss.py:from_the_second"
     line = ends_with(task, tmp_path, capfd, loss, "trainer.total_training_steps=20")
     assert line.startswith("error: stopped at step 6 by an alarm: nonfinite: training/skipped_in_a_row is 5, above")

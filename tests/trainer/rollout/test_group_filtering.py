@@ -1,4 +1,4 @@
-"""Which groups have a learning signal."""
+"""Groups with and without a learning signal."""
 
 import pytest
 import torch

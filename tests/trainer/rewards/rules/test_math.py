@@ -184,7 +184,7 @@ ADVERSARIAL = {
 
 @pytest.mark.parametrize("name", ADVERSARIAL)
 def test_adversarial_responses_are_scored_within_the_limit(name: str) -> None:
-    """In CPU time they take 0.8 s at most, of the confined process; the bound leaves room for a busy machine."""
+    """They take at most 0.8 s of CPU time in the confined process; the bound leaves room for a busy machine."""
     fork_server("trainer.rewards.rules.math")  # it is there
     start = time.monotonic()
     assert score(ADVERSARIAL[name], "x+7") == 0.0
