@@ -1,4 +1,4 @@
-"""What is wrong with a command line, as a user is told; and files that are wrong in all ways."""
+"""Problems of a command line, as the user sees them; and files that are broken in all ways."""
 
 import json
 import os
@@ -47,7 +47,7 @@ LONGEST = 700  # characters of a line that is still read
 
 
 def broken_task(folder: Path) -> Path:
-    """A task that could be run, and beside what it needs the same things broken in all ways."""
+    """A task that can be run, and the same files broken in all ways."""
     make_task(folder, train_size=16, test_size=8, sft_size=8)
     rows = pq.read_table(folder / "train.parquet").to_pylist()
     break_data(folder, rows)
@@ -121,12 +121,12 @@ def break_models(folder: Path) -> None:
 
 @pytest.fixture(autouse=True)
 def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In an empty directory."""
+    """Run in an empty directory."""
     monkeypatch.chdir(tmp_path)
 
 
-def told(program: str, argv: Sequence[str], capsys: pytest.CaptureFixture[str]) -> list[str]:
-    """What is wrong with the command line, a problem a line."""
+def problems_of(program: str, argv: Sequence[str], capsys: pytest.CaptureFixture[str]) -> list[str]:
+    """The problems of the command line, one per line."""
     assert PROGRAMS[program](argv) == 2, capsys.readouterr()
     out, err = capsys.readouterr()
     assert out == "" and "Traceback" not in err
@@ -134,12 +134,12 @@ def told(program: str, argv: Sequence[str], capsys: pytest.CaptureFixture[str]) 
     problems = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
     assert len(problems) == len(lines), lines
     for line in problems:
-        assert ADVICE.search(line), f"what is to be done? {line}"
+        assert ADVICE.search(line), f"no advice in: {line}"
         assert len(line.replace(os.fspath(Path.cwd()), "")) < LONGEST, line
     return problems
 
 
 def check(program: str, argv: Sequence[str], message: Sequence[str], capsys: pytest.CaptureFixture[str]) -> None:
-    lines = told(program, argv, capsys)
+    lines = problems_of(program, argv, capsys)
     assert any(all(part in line for part in message) for line in lines), lines
     assert not Path("run").exists()

@@ -1,4 +1,4 @@
-"""Rules for every test: one thread a process, no process left behind, and turns where there are several test processes."""
+"""Rules for every test: one thread per process, no process left behind, and turns if there are several test processes."""
 
 import gc
 import os
@@ -19,42 +19,44 @@ from hypothesis import settings
 
 from tests.turns import pytest_collection_modifyitems, pytest_runtest_protocol  # noqa: F401 - hooks
 
-settings.register_profile("tandem", deadline=None, derandomize=True)  # the same examples every time
+settings.register_profile("tandem", deadline=None, derandomize=True)  # the same examples in every run
 settings.load_profile("tandem")
 for _number in (signal.SIGINT, signal.SIGHUP):
-    if signal.getsignal(_number) is signal.SIG_IGN:  # in a shell's background, under nohup; programs that tests start inherit it
+    if (
+        signal.getsignal(_number) is signal.SIG_IGN
+    ):  # in a shell's background or under nohup; programs started by tests inherit it
         signal.signal(_number, signal.default_int_handler if _number == signal.SIGINT else signal.SIG_DFL)
 torch.set_num_threads(1)
-os.environ["OMP_NUM_THREADS"] = "1"  # of the processes that tests start
+os.environ["OMP_NUM_THREADS"] = "1"  # for processes started by tests
 FAMILY = uuid.uuid4().hex
-os.environ["TANDEM_TEST_FAMILY"] = FAMILY  # inherited by every process that a test starts, also when its parent is gone
+os.environ["TANDEM_TEST_FAMILY"] = FAMILY  # inherited by all descendants of a test, also after their parent has ended
 
 
 def pytest_collection_finish() -> None:
-    """What is imported by now stays. Looking through it for garbage, again and again, took a third of a test that composes."""
+    """Exclude imported objects from garbage collection, which took a third of the time of tests that compose."""
     gc.collect()
     gc.freeze()
 
 
 def descendants() -> list[psutil.Process]:
-    """Living processes that were started from here: children, their children, orphans of either, and the children of those (one
-    that gives itself a title has written over its environment)."""
+    """Living processes started from here: children, their children, orphans of either, and their children (a process that
+    sets its own title has overwritten its environment)."""
     found = {os.getpid(): psutil.Process()}
     for environ in Path("/proc").glob("[0-9]*/environ"):
         try:
             if f"TANDEM_TEST_FAMILY={FAMILY}".encode() in environ.read_bytes().split(b"\0"):
                 pid = int(environ.parent.name)
                 found[pid] = psutil.Process(pid)
-        except (OSError, psutil.NoSuchProcess):  # another user's, or gone by now
+        except (OSError, psutil.NoSuchProcess):  # of another user, or no longer running
             continue
     others = {process.pid: process for process in psutil.process_iter(["ppid"]) if process.pid not in found}
     while grown := [pid for pid, process in others.items() if process.info["ppid"] in found]:
         found |= {pid: others.pop(pid) for pid in grown}
     del found[os.getpid()]
-    return [process for process in found.values() if is_ours_to_end(process)]
+    return [process for process in found.values() if must_end(process)]
 
 
-def is_ours_to_end(process: psutil.Process) -> bool:
+def must_end(process: psutil.Process) -> bool:
     try:
         return process.status() != psutil.STATUS_ZOMBIE and "resource_tracker" not in " ".join(process.cmdline())
     except psutil.NoSuchProcess:
@@ -63,7 +65,7 @@ def is_ours_to_end(process: psutil.Process) -> bool:
 
 @pytest.fixture(scope="module", autouse=True)
 def no_process_left_behind() -> Iterator[None]:
-    """A module that leaves a process running fails, and names it. (Python's resource tracker ends with its parent.)"""
+    """Fail a module that leaves a process running, and name the process. (Python's resource tracker ends with its parent.)"""
     yield
     deadline = time.monotonic() + 10
     while (left := descendants()) and time.monotonic() < deadline:

@@ -1,4 +1,4 @@
-"""The experiment scripts, run by bash with a stand-in for Python: what they would start."""
+"""The experiment scripts, run by bash with a stand-in for Python: the commands that they would start."""
 
 import os
 import subprocess
@@ -8,7 +8,7 @@ from tempfile import TemporaryDirectory
 
 from tests.layout.source import ROOT
 
-# run_*_cpu.sh are small enough to be run in tests of their own.
+# run_*_cpu.sh are small enough for complete runs in separate tests.
 EXPERIMENTS = sorted(
     script.name
     for script in [*(ROOT / "scripts").glob("run_*.sh"), *(ROOT / "scripts").glob("sweep_*.sh")]
@@ -21,7 +21,7 @@ printf '%s\\n' "$@" >>"$0.calls"
 
 @cache
 def started_by(name: str, *arguments: str) -> tuple[str, ...]:
-    """The words after ``python`` of the one command that scripts/``name`` starts. A stand-in for Python writes them down."""
+    """The words after ``python`` of the only command that scripts/``name`` starts. A stand-in for Python records them."""
     with TemporaryDirectory() as folder:
         python = Path(folder, "python")
         python.write_text(STAND_IN)

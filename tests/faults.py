@@ -1,4 +1,4 @@
-"""User files that do harm at a chosen call: real signals, real deaths, a real allocator's error."""
+"""User files with a fault at a chosen call: real signals, real deaths, a real allocator's error."""
 
 from pathlib import Path
 
@@ -17,7 +17,7 @@ def call(name):
 
 
 def loss_that(folder: Path, fault: str) -> str:
-    """loss_mode: the plain loss, with ``fault`` run before each call. It sees n, counted from 1, and what is loaded here."""
+    """loss_mode: the plain loss, with ``fault`` run before each call. The fault sees n, counted from 1, and the imports below."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "loss.py").write_text(
         f"{IMPORTS}import torch\nimport torch.distributed as dist\nfrom trainer.algorithms.policy_losses import POLICY_LOSSES\n"

@@ -1,7 +1,7 @@
-"""Runs that are killed, started again with the same command until they are done, and compared with one that was not.
+"""Runs that are killed, restarted with the same command until they complete, and compared with an uninterrupted run.
 
-A run is a process of its own: ``python -m tests.kills KILL FOLDER main_ppo's arguments``. It hooks the program's phases and the
-calls that move and remove files from outside, and at the chosen moment kills itself and all that it has started, with SIGKILL.
+A run is a separate process: ``python -m tests.kills KILL FOLDER main_ppo's arguments``. It patches the program's phases and the
+calls that move and remove files, and at the chosen moment kills itself and all its descendants with SIGKILL.
 """
 
 from __future__ import annotations
@@ -27,21 +27,22 @@ import psutil
 from tests.layout.source import ROOT
 from workers.controller.ray.ray_session import family
 
-LIMIT = 300.0  # seconds that one start of a run may take
-BEGIN = 0  # the step of what comes before the first step of a process
+LIMIT = 300.0  # maximum seconds of one start of a run
+BEGIN = 0  # denotes the time before the first step of a process
 CHECKPOINT = r"global_step_\d+"
 SAVING = ("write", "rename", "latest", "remove")  # while a checkpoint is written and completed: in the background
 
 
 @dataclass(frozen=True, slots=True)
 class Kill:
-    """When, and whom first.
+    """When a process is killed, and which one first.
 
-    step: BEGIN, or the one that runs. phase: a name of Phases; or, in this step or the first one after it in which that happens,
-    ``write``: half a file of a checkpoint is written (with backend=local); ``rename``: a checkpoint is on disk without a name;
-    ``latest``: it has one, and latest_checkpointed_iteration.txt names another; ``remove``: an old one is half removed. moment:
-    of a phase: seconds after its begin, but within it, or as it ends. first: the driver, and at once the others; the workers,
-    and at once the others; or the driver ``alone``: the rest has to end by itself. backend: trainer.backend of that start.
+    step: BEGIN, or a step. phase: a name of Phases; or, in this step or the first later one in which that happens,
+    ``write``: half a file of a checkpoint is written (with backend=local); ``rename``: a checkpoint is on disk without its name;
+    ``latest``: it has its name, and latest_checkpointed_iteration.txt names another; ``remove``: an old one is half removed.
+    moment: of a phase: seconds after its begin, but within it, or as it ends. first: the driver, and immediately the others;
+    the workers, and immediately the others; or the driver ``alone``: the others have to end by themselves. backend:
+    trainer.backend of that start.
     """
 
     step: int
@@ -52,9 +53,9 @@ class Kill:
 
 
 @dataclass(frozen=True, slots=True)
-class Struck:
-    """What a killed process wrote down before it died. time: by the monotonic clock, the same for all processes. processes: (pid,
-    when it was made) of all that belonged to the run. ray: directories of its Ray. shm: its files in /dev/shm that have names.
+class KilledRun:
+    """Record of a killed process, written before its death. time: monotonic clock, shared by all processes. processes: (pid,
+    creation time) of all processes of the run. ray: directories of its Ray. shm: its named files in /dev/shm.
     """
 
     time: float
@@ -65,49 +66,49 @@ class Struck:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """seconds: from the kill to the first step after it. struck: see there."""
+    """seconds: from the kill to the first step after it. killed: see KilledRun."""
 
     kill: Kill
-    struck: Struck
+    killed: KilledRun
     seconds: float
 
 
 def run_and_kill(arguments: Sequence[str], run_dir: Path, kills: Sequence[Kill], folder: Path) -> list[Outcome]:
-    """Start a run again and again, until it is done; the k-th start is ended by kills[k]. folder: for notes."""
-    struck: list[Struck] = []
+    """Start a run again and again until it completes; the k-th start is ended by kills[k]. folder: for records."""
+    killed: list[KilledRun] = []
     begun: list[float | None] = []
     for number, kill in enumerate([*kills, None]):
         notes = folder / str(number)
         notes.mkdir(parents=True)
         code, message = start([*arguments, f"trainer.backend={kill.backend if kill else 'ray'}"], kill, notes)
         if kill is None:
-            assert code == 0, f"the run does not come to its end:\n{message}"
+            assert code == 0, f"the run does not complete:\n{message}"
         else:
-            assert code == -signal.SIGKILL and (notes / "struck").exists(), (
+            assert code == -signal.SIGKILL and (notes / "killed").exists(), (
                 f"{kill} was not reached, exit code {code}:\n{message}"
             )
-            found = json.loads((notes / "struck").read_text())
-            struck.append(Struck(**found | {"processes": [tuple(process) for process in found["processes"]]}))
-            end(struck[-1], at_once=kill.first != "alone")
+            found = json.loads((notes / "killed").read_text())
+            killed.append(KilledRun(**found | {"processes": [tuple(process) for process in found["processes"]]}))
+            end(killed[-1], at_once=kill.first != "alone")
         begun.append(float((notes / "begun").read_text()) if (notes / "begun").exists() else None)
-    assert all(leftovers(run_dir, one) == [] for one in struck)
+    assert all(leftovers(run_dir, one) == [] for one in killed)
     steps = [next(time for time in begun[number + 1 :] if time is not None) for number in range(len(kills))]
-    return [Outcome(kill, one, step - one.time) for kill, one, step in zip(kills, struck, steps, strict=True)]
+    return [Outcome(kill, one, step - one.time) for kill, one, step in zip(kills, killed, steps, strict=True)]
 
 
 def start(arguments: Sequence[str], kill: Kill | None, notes: Path) -> tuple[int, str]:
-    """Exit code, and what it said."""
+    """Return the exit code and the end of the output."""
     command = [sys.executable, "-m", "tests.kills", json.dumps(kill and asdict(kill)), str(notes), *arguments]
-    with (notes / "said").open("w+") as message:
+    with (notes / "output").open("w+") as message:
         code = subprocess.run(command, cwd=ROOT, stdout=message, stderr=subprocess.STDOUT, timeout=LIMIT).returncode
         message.seek(0)
         return code, message.read()[-4000:]
 
 
-def end(struck: Struck, *, at_once: bool) -> None:
-    """The run's processes are gone on return. at_once: by our hand."""
+def end(killed: KilledRun, *, at_once: bool) -> None:
+    """Wait until all processes of the run have ended. at_once: kill them here."""
     left = []
-    for pid, made in struck.processes:
+    for pid, made in killed.processes:
         with suppress(psutil.NoSuchProcess):
             process = psutil.Process(pid)
             if process.create_time() == made and process.status() != psutil.STATUS_ZOMBIE:
@@ -118,17 +119,17 @@ def end(struck: Struck, *, at_once: bool) -> None:
     assert alive == [], "outlived the run"
 
 
-def leftovers(run_dir: Path, struck: Struck) -> list[str]:
-    """What a killed process left, and the one that came after it should have removed."""
+def leftovers(run_dir: Path, killed: KilledRun) -> list[str]:
+    """Files of a killed process that the next start should have removed."""
     names = [path for pattern in (".ray-*", "ray", "**/*.incomplete", "**/*.partial") for path in run_dir.glob(pattern)]
-    return [*map(str, names), *(path for path in (*struck.ray, *struck.shm) if Path(path).exists())]
+    return [*map(str, names), *(path for path in (*killed.ray, *killed.shm) if Path(path).exists())]
 
 
-# From here on: within the process that is to be killed.
+# From here on: inside the process that is to be killed.
 
 
-class Executioner:
-    """Kills this run at ``kill``, and notes in ``notes`` when its first step began."""
+class KillHooks:
+    """Kills this run at ``kill``, and records in ``notes`` when its first step began."""
 
     def __init__(self, kill: Kill | None, notes: Path, run_dir: Path) -> None:
         self.kill, self.notes, self.run_dir = kill, notes, run_dir
@@ -148,7 +149,7 @@ class Executioner:
         return counted
 
     def phases(self, phase: Callable[..., Any]) -> Callable[..., Any]:
-        """Validation has phases of its own, of the same names; there they count as its part."""
+        """Validation has nested phases of the same names; they count as part of it."""
 
         @wraps(phase)
         @contextmanager
@@ -157,23 +158,23 @@ class Executioner:
             with phase(phases, name):
                 self.within.append(name)
                 if is_due and self.kill is not None and self.kill.moment != "end":
-                    self.strike_after(float(self.kill.moment))
+                    self.kill_after(float(self.kill.moment))
                 yield
                 if is_due:
-                    self.strike()
+                    self.kill_now()
                 self.within.pop()
 
         return watched
 
     def moves(self, move: Callable[..., Any]) -> Callable[..., Any]:
-        """os.rename and os.replace: before a checkpoint gets its name, and before the file that names the latest moves."""
+        """os.rename and os.replace: before a checkpoint gets its name, and before the file that names the latest is moved."""
         from trainer.run.run_dir import LATEST
 
         @wraps(move)
         def watched(source: Any, target: Any, **where: Any) -> Any:
             name = os.path.basename(target)
             if (self.is_due("rename") and re.fullmatch(CHECKPOINT, name)) or (self.is_due("latest") and name == LATEST):
-                self.strike()
+                self.kill_now()
             return move(source, target, **where)
 
         return watched
@@ -185,19 +186,19 @@ class Executioner:
         def watched(path: Path, tensors: Any, metadata: Any) -> Any:
             if self.is_due("write"):
                 path.write_bytes(b"half")
-                self.strike()
+                self.kill_now()
             return write(path, tensors, metadata)
 
         return watched
 
     def removals(self, remove: Callable[..., Any]) -> Callable[..., Any]:
-        """shutil.rmtree: one file of a checkpoint is gone, the others are there."""
+        """shutil.rmtree: one file of a checkpoint is removed, the others remain."""
 
         @wraps(remove)
         def watched(path: Any, *args: Any, **kwargs: Any) -> Any:
             if self.is_due("remove") and re.search(CHECKPOINT, str(path)):
                 next(file for file in sorted(Path(path).rglob("*")) if file.is_file()).unlink()
-                self.strike()
+                self.kill_now()
             return remove(path, *args, **kwargs)
 
         return watched
@@ -207,28 +208,28 @@ class Executioner:
             return False
         return self.step >= self.kill.step if phase in SAVING else self.step == self.kill.step
 
-    def strike_after(self, seconds: float) -> None:
+    def kill_after(self, seconds: float) -> None:
         if not seconds:
-            self.strike()
-        timer = threading.Timer(seconds, self.strike)
+            self.kill_now()
+        timer = threading.Timer(seconds, self.kill_now)
         timer.daemon = True
         timer.start()
 
-    def strike(self) -> None:
-        """Does not return. The timer's may come as the phase ends."""
+    def kill_now(self) -> None:
+        """Does not return. The timer may call it when the phase ends."""
         assert self.kill is not None
         self.striking.acquire()
         ray = [self.run_dir.absolute() / "ray"] if (self.run_dir / "ray").is_symlink() else []
         places = [*map(str, self.run_dir.glob(".ray-*")), *(str(Path(os.readlink(link)).parent) for link in ray)]
         actual = {process.pid: process for process in (*psutil.Process().children(recursive=True), *family(places))}.values()
-        struck = Struck(
+        killed = KilledRun(
             time=time.monotonic(),
             processes=[(process.pid, process.create_time()) for process in actual if process.is_running()],
             ray=places,
             shm=sorted({path for process in actual for path in shared_memory(process)}),
         )
-        (self.notes / "struck.partial").write_text(json.dumps(asdict(struck)))
-        (self.notes / "struck.partial").rename(self.notes / "struck")
+        (self.notes / "killed.partial").write_text(json.dumps(asdict(killed)))
+        (self.notes / "killed.partial").rename(self.notes / "killed")
         if self.kill.first == "workers":
             for process in sorted(actual, key=lambda process: not is_worker(process)):
                 with suppress(psutil.NoSuchProcess):
@@ -243,7 +244,7 @@ def is_worker(process: psutil.Process) -> bool:
 
 
 def shared_memory(process: psutil.Process) -> list[str]:
-    """Files in /dev/shm that it has mapped, and that have a name still."""
+    """Mapped files in /dev/shm that still have a name."""
     with suppress(psutil.Error):
         return [part.path for part in process.memory_maps() if part.path.startswith("/dev/shm/") and Path(part.path).exists()]
     return []
@@ -257,12 +258,12 @@ def main(kill: str, notes: str, *arguments: str) -> int:
 
     wish = json.loads(kill)
     run_dir = next(word for word in reversed(arguments) if word.startswith("trainer.default_local_dir=")).partition("=")[2]
-    executioner = Executioner(wish and Kill(**wish), Path(notes), Path(run_dir))
-    Trainer.steps = executioner.steps(Trainer.steps)  # type: ignore[method-assign]
-    Phases.__call__ = executioner.phases(Phases.__call__)  # type: ignore[method-assign]
-    os.rename, os.replace = executioner.moves(os.rename), executioner.moves(os.replace)
-    checkpoint.write_tensors = executioner.writes(checkpoint.write_tensors)
-    shutil.rmtree = executioner.removals(shutil.rmtree)  # type: ignore[assignment]
+    hooks = KillHooks(wish and Kill(**wish), Path(notes), Path(run_dir))
+    Trainer.steps = hooks.steps(Trainer.steps)  # type: ignore[method-assign]
+    Phases.__call__ = hooks.phases(Phases.__call__)  # type: ignore[method-assign]
+    os.rename, os.replace = hooks.moves(os.rename), hooks.moves(os.replace)
+    checkpoint.write_tensors = hooks.writes(checkpoint.write_tensors)
+    shutil.rmtree = hooks.removals(shutil.rmtree)  # type: ignore[assignment]
     return main_ppo.PROGRAM(arguments)
 
 

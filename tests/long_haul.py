@@ -1,4 +1,4 @@
-"""A long run, watched from outside. The run: ``python -m tests.long_haul NOTES main_ppo's arguments``."""
+"""A long run, observed from outside. The run: ``python -m tests.long_haul NOTES main_ppo's arguments``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import psutil
 from tests.layout.source import ROOT
 from trainer.run.run_dir import METRICS
 
-EMPTY_SECONDS = 10.0  # Ray frees what nobody refers to in batches
+EMPTY_SECONDS = 10.0  # Ray frees unreferenced objects in batches
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class Process:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """step: the last that is in the log. processes: by role. logs, ray_logs: bytes of logs/ and of Ray's own."""
+    """step: the last one in the log. processes: by role. logs, ray_logs: bytes of logs/ and of Ray's own."""
 
     step: int
     processes: dict[str, Process]
@@ -37,17 +37,17 @@ class Sample:
 
 
 def watch(arguments: Sequence[str], run_dir: Path, notes: Path) -> list[Sample]:
-    """Run to the end, looking on twice a second. notes: a file that gets what is in the object store at the end."""
-    with (notes.with_suffix(".said")).open("w+") as said:
+    """Run to completion, sampling twice per second. notes: a file that gets the content of the object store at the end."""
+    with (notes.with_suffix(".output")).open("w+") as output:
         run = subprocess.Popen(
-            [sys.executable, "-m", "tests.long_haul", str(notes), *arguments], cwd=ROOT, stdout=said, stderr=said
+            [sys.executable, "-m", "tests.long_haul", str(notes), *arguments], cwd=ROOT, stdout=output, stderr=output
         )
         samples = []
         while run.poll() is None:
             samples.append(look(psutil.Process(run.pid), run_dir))
             time.sleep(0.5)
-        said.seek(0)
-        assert run.returncode == 0, said.read()[-4000:]
+        output.seek(0)
+        assert run.returncode == 0, output.read()[-4000:]
     return samples
 
 
@@ -62,7 +62,7 @@ def look(driver: psutil.Process, run_dir: Path) -> Sample:
 
 
 def role_of(process: psutil.Process, driver: psutil.Process) -> str:
-    """driver, worker, or what its command line begins with."""
+    """driver, worker, or the beginning of its command line."""
     if process.pid == driver.pid:
         return "driver"
     words = process.cmdline()
@@ -83,7 +83,7 @@ def files(folder: Path) -> Iterator[Path]:
 
 
 def main(notes: str, *arguments: str) -> int:
-    """Everything goes through the object store, however small; what is in it when the run is done is noted."""
+    """Everything goes through the object store, however small; its content at the end of the run is recorded."""
     from ray._private.internal_api import get_memory_info_reply
     from ray._private.state import state
 

@@ -1,4 +1,4 @@
-"""A Ray cluster on this machine whose nodes come and go: each is a process of its own, `ray start --block`."""
+"""A Ray cluster on this machine whose nodes join and leave: each is a process of its own, `ray start --block`."""
 
 import os
 import secrets
@@ -21,11 +21,11 @@ START_SECONDS = 60.0
 
 class Nodes:
     def __init__(self, folder: Path, slots: int, temp_dir: str, head: Sequence[str] = HEAD) -> None:
-        """The head; each node has so many slots. folder: of what they say; temp_dir: Ray's. head: how it is started."""
+        """Start the head; each node has ``slots`` slots. folder: of logs; temp_dir: Ray's. head: arguments of its start."""
         self.folder = folder
         self.slots = slots
         self.environment = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
-        """Of whoever joins the cluster."""
+        """Environment of every process that joins the cluster."""
         self.address = f"127.0.0.1:{free_port()}"
         self.processes: list[subprocess.Popen[bytes]] = []
         self._start(*head, f"--port={self.address.partition(':')[2]}", f"--temp-dir={temp_dir}")
@@ -34,7 +34,7 @@ class Nodes:
         return self._start(f"--address={self.address}")
 
     def die(self, node: subprocess.Popen[bytes]) -> None:
-        """All of its processes at once, as when a machine is switched off."""
+        """Kill all of its processes, as when a machine is switched off."""
         for process in [*psutil.Process(node.pid).children(recursive=True), psutil.Process(node.pid)]:
             process.kill()
         node.wait()
@@ -63,7 +63,7 @@ class Nodes:
 
 @contextmanager
 def cluster(folder: Path, slots: int, head: Sequence[str] = HEAD) -> Iterator[Nodes]:
-    """Its head; all that joins it ends with the block. Ray's sockets want a short path: they are not in ``folder``."""
+    """The head; every joined node ends with the block. Ray's sockets need a short path: they are not in ``folder``."""
     with TemporaryDirectory(prefix="nodes_") as short:
         nodes = Nodes(folder, slots, short, head)
         try:

@@ -13,9 +13,9 @@ class Trace:
 
 
 def malicious_pickle(trace: Path) -> bytes:
-    """Whoever unpickles it makes the file ``trace``."""
+    """Unpickling it creates the file ``trace``."""
     data = pickle.dumps({"weight": Trace(trace)})
     pickle.loads(data)
-    assert trace.exists(), "it does what it is to do"
+    assert trace.exists(), "the pickle must create the file"
     trace.unlink()
     return data

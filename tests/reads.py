@@ -1,4 +1,4 @@
-"""Which leaves of trainer.main_ppo's configuration are read, and by what, while something runs in this process."""
+"""Record which leaves of trainer.main_ppo's configuration are read, and by which module, while code runs in this process."""
 
 import dataclasses
 import sys
@@ -15,41 +15,41 @@ from configs.schema.ppo import PPOConfig
 from configs.schema.scoring_model import ScoringModelConfig
 
 REPLACE = getattr(dataclasses, "_replace", dataclasses.replace).__code__
-"""What copies a node with other values: of dataclasses, from Python 3.13 on in a function of its own below replace."""
+"""The function that copies a node with other values: dataclasses.replace, from Python 3.13 on a helper below it."""
 GENERATED = "<string>"
-"""Where the methods are that dataclasses write: they compare and print."""
+"""File name of the methods that dataclasses generate: they compare and print."""
 CHECKS = ("check", "_check")
-"""What the names of functions begin with that only look whether a value can be."""
+"""Prefixes of functions that only check whether a value is valid."""
 _recording: list["Reads"] = []
 
 
 class Reads:
-    """leaves: those that were read, and the module that was the first to read each.
+    """leaves: those that were read, with the first module that read each.
 
-    A leaf is known by where its node stands. A copy stands where its original does: one by dataclasses.replace, one that comes
-    out of a pickle, and any node whose class stands at one place alone. Of a part that asdict made a dictionary, the look-ups
-    count; of the whole tree it is a dump. Whoever only checks has not read, and neither has what copies, compares or prints.
+    A leaf is known by the place of its node. A copy has the place of its original: by dataclasses.replace, by unpickling, and any
+    node whose class has only one place. If asdict turns a part of the tree into a dictionary, its look-ups count; of the complete
+    tree it is a dump, which does not. Functions that check, copy, compare or print do not count as readers.
     """
 
     def __init__(self) -> None:
         self.leaves: dict[str, str] = {}
         self._places: dict[int, tuple[Any, str]] = {}
 
-    def stands(self, node: Any, place: str) -> None:
-        """place: the dotted key of the node and a dot; nothing for the root. So do the nodes below it that stand nowhere yet."""
-        self._places[id(node)] = node, place  # the node stays alive: no other gets its id
+    def set_place(self, node: Any, place: str) -> None:
+        """place: the dotted key of the node and a dot; empty for the root. Nodes below it get places too if they have none."""
+        self._places[id(node)] = node, place  # keeps the node alive: its id is not reused
         for field in dataclasses.fields(node):
             value = object.__getattribute__(node, field.name)
             if type(value) in places() and id(value) not in self._places:
-                self.stands(value, f"{place}{field.name}.")
+                self.set_place(value, f"{place}{field.name}.")
 
     def place(self, node: Any) -> str | None:
-        """None where it is not known: of a node that somebody made anew."""
+        """None if it is unknown: of a node that was constructed directly."""
         if id(node) not in self._places:
             (only, *more) = places()[type(node)]
             if more:
                 return None
-            self.stands(node, only)
+            self.set_place(node, only)
         return self._places[id(node)][1]
 
     def saw(self, place: str | None, names: Iterable[str], frame: FrameType) -> None:
@@ -58,8 +58,8 @@ class Reads:
                 self.leaves[leaf] = reader
 
 
-class Told(dict[str, Any]):
-    """What asdict made of a part of the tree."""
+class ReadDict(dict[str, Any]):
+    """A part of the tree as returned by asdict."""
 
     saw: Callable[[Iterable[str], FrameType], None]
 
@@ -80,10 +80,10 @@ class Told(dict[str, Any]):
 def recorded() -> Iterator[Reads]:
     reads, patch, as_dictionary = Reads(), pytest.MonkeyPatch(), dataclasses._asdict_inner  # type: ignore[attr-defined]
 
-    def told(node: Any, factory: Any) -> Any:
+    def as_read_dict(node: Any, factory: Any) -> Any:
         values, caller = as_dictionary(node, factory), sys._getframe(1)
         if type(node) in places() and caller.f_code is dataclasses.asdict.__code__:
-            values, place = Told(values), reads.place(node)
+            values, place = ReadDict(values), reads.place(node)
             values.saw = lambda names, frame: reads.saw(place, names, frame)
         return values
 
@@ -91,7 +91,7 @@ def recorded() -> Iterator[Reads]:
         patch.setattr(kind, "__getattribute__", _looking(reads))
         patch.setattr(kind, "__init__", _copying(reads, kind.__init__))
         patch.setattr(kind, "__reduce_ex__", _reducing(reads))
-    patch.setattr(dataclasses, "_asdict_inner", told)
+    patch.setattr(dataclasses, "_asdict_inner", as_read_dict)
     _recording.append(reads)
     try:
         yield reads
@@ -114,7 +114,7 @@ def _copying(reads: Reads, init: Callable[..., None]) -> Callable[..., None]:
         init(node, **values)
         caller = sys._getframe(1)
         if caller.f_code is REPLACE and (place := reads.place(caller.f_locals[REPLACE.co_varnames[0]])) is not None:
-            reads.stands(node, place)
+            reads.set_place(node, place)
 
     return made
 
@@ -131,13 +131,13 @@ def _unpickled(kind: type, values: dict[str, Any], place: str | None) -> Any:
     node = kind(**values)
     for reads in _recording:
         if place is not None:
-            reads.stands(node, place)
+            reads.set_place(node, place)
     return node
 
 
 @cache
 def places() -> dict[type, list[str]]:
-    """Of the classes of the tree; the entries of reward.models are made of its defaults."""
+    """Places of the classes of the tree; entries of reward.models are made from its defaults."""
     found: dict[type, list[str]] = {ScoringModelConfig: ["reward.reward_model."]}
 
     def walk(kind: type, place: str) -> None:
@@ -154,7 +154,7 @@ def places() -> dict[type, list[str]]:
 
 @cache
 def leaf_of(key: str) -> str | None:
-    """The leaf that is read with this key; None for a node. A block that follows another is read with what is in it."""
+    """The leaf that is read with this key; None for a node. A block that follows another is read with the leaves in it."""
     leaves = keys_of(PPOConfig).leaves
     if key in leaves:
         return key if followed(leaves[key]) is None else None
@@ -162,7 +162,7 @@ def leaf_of(key: str) -> str | None:
 
 
 def reader_of(frame: FrameType | None) -> str | None:
-    """The module that reads; None for one that copies, compares, prints or checks. What is in configs reads for others."""
+    """The reading module; None for one that copies, compares, prints or checks. configs reads on behalf of its callers."""
     reader = None
     while frame is not None:
         module, code = frame.f_globals.get("__name__", ""), frame.f_code

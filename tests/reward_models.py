@@ -1,4 +1,4 @@
-"""Reward models made on the spot, and their scores by transformers alone, a conversation at a time."""
+"""Reward models made by tests, and their scores by transformers alone, one conversation at a time."""
 
 import json
 from pathlib import Path
@@ -19,14 +19,14 @@ CHAT = (
     "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}<eos>\n{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
-"""A template that ends each turn and writes a line's end behind it."""
+"""A template that ends each turn and appends a newline."""
 
 
 def make_reward_model(
     path: Path, *, seed: int, of_tokens: bool = False, own_words: bool = False, moments: tuple[float, float] | None = None
 ) -> str:
     """A classifier with one label and random weights. own_words: bytes and CHAT, not the characters and the template of the quick
-    start. moments: mean and standard deviation, written beside it.
+    start. moments: mean and standard deviation, written to the model's directory.
     """
     tiny_model.main([f"--save_dir={path}", f"--seed={seed}", *(["--bytes", "--architecture=llama"] if own_words else [])])
     tokenizer = AutoTokenizer.from_pretrained(path)
@@ -50,7 +50,7 @@ def tokenizer_of(path: str) -> PreTrainedTokenizerBase:
 
 @torch.no_grad()
 def plain_scores(path: str, rows: list[Tensor]) -> Tensor:
-    """(B,): of the last token of each row, int64 (n,)."""
+    """(B,): scores of the last token of each row, int64 (n,)."""
     model = AutoModelForSequenceClassification.from_pretrained(path).eval()
     model.config.pad_token_id = None
     return torch.cat([model(input_ids=row[None]).logits[:, 0] for row in rows])
@@ -58,6 +58,6 @@ def plain_scores(path: str, rows: list[Tensor]) -> Tensor:
 
 @torch.no_grad()
 def plain_token_scores(path: str, rows: list[Tensor]) -> list[Tensor]:
-    """(n,) of each row."""
+    """Token scores (n,) of each row."""
     model = AutoModelForTokenClassification.from_pretrained(path).eval()
     return [model(input_ids=row[None]).logits[0, :, 0] for row in rows]

@@ -1,4 +1,4 @@
-"""Whole runs in this process, on the quick start's task."""
+"""Complete runs in this process, on the quick start's task."""
 
 import json
 import shutil
@@ -8,7 +8,7 @@ from data_preprocess import sort_digits, tiny_model
 from trainer import main_ppo
 
 NOT_REPEATABLE = ("timing", "perf/")
-# Every answer is worth something, so that a model with random weights has something to learn from in its first step.
+# Every response has a nonzero score, so that a model with random weights learns from its first step.
 REWARD = """
 def compute_score(data_source, solution_str, ground_truth, extra_info):
     return sum(a == b for a, b in zip(solution_str, ground_truth)) + solution_str.count("7") / 8
@@ -51,7 +51,7 @@ def ppo_arguments(task: Path, run_dir: Path, *overrides: str) -> list[str]:
 
 
 def run_ppo(task: Path, run_dir: Path, *overrides: str) -> list[dict[str, float]]:
-    """Run to the end and read metrics.jsonl."""
+    """Run to completion and read metrics.jsonl."""
     code = main_ppo.PROGRAM(ppo_arguments(task, run_dir, *overrides))
     assert code == 0
     return metrics_of(run_dir)
@@ -62,5 +62,5 @@ def metrics_of(run_dir: Path) -> list[dict[str, float]]:
 
 
 def repeatable(steps: list[dict[str, float]]) -> list[dict[str, float]]:
-    """Without what depends on the clock."""
+    """Remove metrics that depend on the clock."""
     return [{name: value for name, value in step.items() if not name.startswith(NOT_REPEATABLE)} for step in steps]

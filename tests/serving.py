@@ -1,4 +1,4 @@
-"""Reward servers: in this process, HTTP in a thread and the scorer in another, or as the program that it is."""
+"""Reward servers: in this process, with HTTP in one thread and the scorer in another, or as the program itself."""
 
 import re
 import signal
@@ -28,7 +28,7 @@ def serve_config(*overrides: str) -> ServeRewardConfig:
 
 @contextmanager
 def serving(*overrides: str, score: ScoreAll | None = None) -> Iterator[str]:
-    """Its address. score: instead of what the configuration says."""
+    """The address of the server. score: replaces the configured scorer."""
     with ExitStack() as stack:
         folder = stack.enter_context(TemporaryDirectory())
         config = serve_config(f"trainer.default_local_dir={folder}", *overrides)
@@ -53,7 +53,7 @@ def program(*overrides: str) -> Iterator[subprocess.Popen[str]]:
     """python -m trainer.main_serve_reward; ``address`` waits until it is ready."""
     fixed = ("server.port=0", "trainer.device=cpu", "model.fsdp_config.dtype=float32")
     command = [sys.executable, "-m", "trainer.main_serve_reward", *fixed, *overrides]
-    heeds = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # a shell lets what runs in its background ignore it
+    heeds = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # a shell makes its background processes ignore it
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     with subprocess.Popen(command, cwd=ROOT, text=True, preexec_fn=heeds, **pipes) as started:
         try:

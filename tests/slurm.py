@@ -1,11 +1,11 @@
-"""Stand-ins for Slurm's programs: jobs run on this machine, at once, and again if they are requeued."""
+"""Stand-ins for Slurm's programs: jobs run on this machine, immediately, and again if they are requeued."""
 
 import sys
 from pathlib import Path
 
 from tests.layout.source import ROOT
 
-# Slurm keeps a copy of the script, and so does this: submitit renames its file as soon as sbatch has returned.
+# Slurm keeps a copy of the script, and so does this one: submitit renames its file as soon as sbatch has returned.
 SBATCH = r"""#!/usr/bin/env bash
 id=$((7 + $(find "$SLURM_STAND_IN" -name "batch_*.sh" | wc -l)))
 cp "$1" "$SLURM_STAND_IN/batch_$id.sh"
@@ -20,8 +20,8 @@ for task in $(seq 0 "$(sed -n 's/^#SBATCH --array=0-\([0-9]*\)%.*/\1/p' "$1")");
 done
 echo "Submitted batch job $id"
 """
-# A job, until it ends without having been requeued, by its own process or by Slurm: twice_7_0. over_7_0: what becomes of job 7_0
-# before it has begun.
+# A job, until it ends without being requeued, by its own process or by Slurm: twice_7_0. over_7_0: the state of job 7_0 if it
+# ends before it starts.
 NODE = r"""#!/usr/bin/env bash
 cd "$SLURM_STAND_IN" || exit
 again() {
@@ -41,7 +41,7 @@ done
 exec "$@"
 """
 SCONTROL = r"""#!/usr/bin/env bash
-echo "$*" >>"$SLURM_STAND_IN/told"
+echo "$*" >>"$SLURM_STAND_IN/scontrol_calls"
 [ "$1" = requeue ] && touch "$SLURM_STAND_IN/requeued_$2"
 """
 SQUEUE = r"""#!/usr/bin/env bash
@@ -55,8 +55,8 @@ exit 0
 
 
 def stand_in(folder: Path) -> dict[str, str]:
-    """The environment in which they are found. folder: new; gets batch_7.sh, batch_8.sh ... of the jobs, and told, what
-    scontrol was asked for. In it ``down``: Slurm's controller does not answer squeue."""
+    """The environment with these programs. folder: new; gets batch_7.sh, batch_8.sh ... of the jobs, and scontrol_calls, the
+    arguments of scontrol. If it has ``down``, Slurm's controller does not answer squeue."""
     folder.mkdir()
     for name, text in {"sbatch": SBATCH, "node": NODE, "srun": SRUN, "scontrol": SCONTROL, "squeue": SQUEUE}.items():
         (folder / name).write_text(text)

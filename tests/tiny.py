@@ -1,4 +1,4 @@
-"""Tiny models made on the spot: real transformers architectures, random weights."""
+"""Tiny models made by tests: real transformers architectures, random weights."""
 
 from pathlib import Path
 from typing import Any
@@ -50,7 +50,7 @@ def save_tiny_model(
 
 
 def model_config(path: str, **changes: Any) -> TokenizedModelConfig:
-    """Of the model at ``path``, all of it trained, nothing recomputed."""
+    """Configuration of the model at ``path``: all parameters trained, nothing recomputed."""
     fields: dict[str, Any] = {
         "tokenizer_path": None,
         "custom_chat_template": None,
@@ -69,7 +69,7 @@ def model_config(path: str, **changes: Any) -> TokenizedModelConfig:
 
 
 def fsdp_config(dtype: str = "float32", **changes: Any) -> FSDPConfig:
-    """Sharded over all ranks, all of it on the device."""
+    """Sharded over all ranks, everything on the device."""
     fields: dict[str, Any] = {
         "model_dtype": dtype,
         "dtype": dtype,

@@ -1,6 +1,6 @@
-"""Several test processes (pytest -n): a test marked ``alone`` has no other beside it, and what is dear is made once for all.
+"""Several test processes (pytest -n): a test marked ``alone`` runs with no other, and expensive fixtures are made once for all.
 
-conftest.py has it as a plugin.
+A plugin of conftest.py.
 """
 
 import fcntl
@@ -25,7 +25,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
-    """Waiting comes before pytest-timeout's clock starts."""
+    """Wait before the clock of pytest-timeout starts."""
     if "PYTEST_XDIST_WORKER" not in os.environ:
         return (yield)
     with turn(Path(item.config.getoption("basetemp")).parent, alone=item.get_closest_marker("alone") is not None):
@@ -34,7 +34,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
 
 @contextmanager
 def turn(folder: Path, *, alone: bool) -> Iterator[None]:
-    """Beside others that are not alone, or when nobody else is here. Who waits to be alone comes before those that come later.
+    """Run concurrently with others that are not alone, or when no other runs. One that waits to be alone precedes later ones.
 
     folder: the same for all processes.
     """
@@ -45,17 +45,17 @@ def turn(folder: Path, *, alone: bool) -> Iterator[None]:
         try:
             yield
         finally:
-            fcntl.flock(here, fcntl.LOCK_UN)  # closing is not enough: processes that were forked meanwhile have it open too
+            fcntl.flock(here, fcntl.LOCK_UN)  # closing is not enough: forked processes have it open too
 
 
 def shared_folder(temporary: pytest.TempPathFactory) -> Path:
-    """Of all test processes of this run."""
+    """A folder shared by all test processes of this run."""
     own = temporary.getbasetemp()
     return own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
 
 
 def made_once(path: Path, make: Callable[[Path], None]) -> Path:
-    """A directory in which ``make`` has written what it makes, in the test process that asked first; the others wait for it."""
+    """A directory that ``make`` fills, in the test process that asks first; the others wait for it."""
     with path.with_suffix(".making").open("w") as making:
         fcntl.flock(making, fcntl.LOCK_EX)
         if not path.exists():

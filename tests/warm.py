@@ -1,7 +1,7 @@
-"""A Python that has already imported what programs need: what it is asked to run is forked from it and begins at once.
+"""A Python that has already imported the programs' dependencies: programs are forked from it and begin at once.
 
-``with warm_python(folder) as python:`` gives the path of a stand-in for ``python -m MODULE ARGUMENT...``. Ten programs one after
-the other would spend most of their time with imports.
+``with warm_python(folder) as python:`` gives the path of a stand-in for ``python -m MODULE ARGUMENT...``. Otherwise ten programs
+in sequence spend most of their time on imports.
 """
 
 import fcntl
@@ -66,12 +66,12 @@ def serve(address: str) -> None:
 
 
 def run(words: list[str], directory: str, environment: dict[str, str], streams: list[int]) -> None:
-    """In the child, which ends here."""
+    """Run in the child, which ends here."""
     code: object = 1
     try:
         for i, stream in enumerate(streams):
             os.dup2(stream, i)
-        if os.isatty(0):  # its keys are for this process
+        if os.isatty(0):  # make this process receive its keys
             os.setsid()
             fcntl.ioctl(0, termios.TIOCSCTTY, 0)
         os.chdir(directory)

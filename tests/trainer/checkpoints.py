@@ -1,4 +1,4 @@
-"""Checkpoints of made-up models, written by the real Saver."""
+"""Checkpoints of synthetic models, written by the real Saver."""
 
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, wait
@@ -33,7 +33,7 @@ class Tokenizer:
 
 
 class Model:
-    """Two ranks' worth of text files. problem: what the next save ends with instead. gate: what it waits for. seconds,
+    """Text files of two ranks. problem: the error that ends the next save. gate: an event it waits for. seconds,
     waited_for: see Saved."""
 
     def __init__(
@@ -92,7 +92,7 @@ def models(step: int, roles: Sequence[str] = ROLES, **how: Any) -> dict[str, Rem
 
 
 def wait_for_threads(written: Mapping[str, RemoteModel]) -> None:
-    """In these tests they outlive the process that is killed."""
+    """Simulate the rest of a kill: in these tests the threads outlive the killed save."""
     wait([model.writing for model in cast(Mapping[str, Model], written).values() if model.writing is not None])
 
 
@@ -105,7 +105,7 @@ def saver(
     copies: int | None = None,
     **keep: int | None,
 ) -> Saver:
-    """In a run directory that is there."""
+    """A Saver in an existing run directory."""
     run_dir.mkdir(parents=True, exist_ok=True)
     return Saver(
         run_dir,
@@ -120,12 +120,12 @@ def saver(
 
 
 def save(run_dir: Path, *steps: int, roles: Sequence[str] = ROLES, **keep: int | None) -> None:
-    """A checkpoint after each of ``steps``."""
+    """Save a checkpoint after each of ``steps``."""
     for step in steps:
         saver(run_dir, **keep).save(step, models(step, roles), {"kl": {"coefficient": 0.1}}, {})
 
 
-def is_whole(path: Path, step: int) -> bool:
+def is_complete(path: Path, step: int) -> bool:
     files = [(path / role / f"shard-{rank}.safetensors", content(role, rank, step)) for role in ROLES for rank in range(2)]
     return all(file.read_text() == text for file, text in files)
 

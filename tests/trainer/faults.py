@@ -1,4 +1,4 @@
-"""A worker, and a loss, with which one rank of two fails as it is told."""
+"""A worker and a loss with which one of two ranks fails on request."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FAULT = "fault"
 
 
 class FaultyLoss(ToyLoss):
-    """meta["fault"]: what becomes of rank 1 in an update."""
+    """meta["fault"]: the fault of rank 1 in an update."""
 
     def __init__(self, config: None) -> None:
         """Has no settings."""
@@ -44,7 +44,7 @@ class FaultyWorker(Worker):
         self.groups = [dist.new_group(timeout=timedelta(seconds=COLLECTIVE)) for _ in range(2)]
 
     def enter_alone(self) -> None:
-        """A collective that rank 0 enters, and rank 1 does not. Each time another group: a late one is of no use."""
+        """A collective that rank 0 enters and rank 1 does not; each time in a new group, since a timed-out one cannot be used."""
         group = self.groups.pop()
         if self.info.rank == 0:
             dist.all_reduce(torch.zeros(1), group=group)

@@ -1,5 +1,5 @@
-"""A program for sweeps whose points cost nothing, and have their learning rate for a loss. Each needs as many starts as
-trainer.seed says: all but the last of them end for its walltime, those of project SIGNALLED by SIGTERM."""
+"""A program for sweeps whose trials cost nothing, and whose loss is the learning rate. Each needs trainer.seed starts:
+all but the last end because of the walltime, those of project SIGNALLED because of SIGTERM."""
 
 from collections.abc import Collection
 from dataclasses import asdict

@@ -1,4 +1,4 @@
-"""A rank of two skips a collective, and the run's watchdog says so. On two GPUs, without pytest:
+"""A rank of two skips a collective, and the watchdog reports it. On two GPUs, without pytest:
 
 python -m tests.trainer.skipped_collective
 """
@@ -31,7 +31,7 @@ FOREVER = 300.0
 
 class SkippingWorker(Worker):
     def enter(self, skipping: int = -1) -> None:
-        """An all_reduce, without the rank ``skipping``. On CUDA the others wait in its kernel."""
+        """An all_reduce without the rank ``skipping``. On CUDA the others wait in its kernel."""
         if self.info.rank != skipping:
             dist.all_reduce(torch.ones(SIZE, dtype=torch.bfloat16, device=self.device))
             if self.device == "cuda":
@@ -39,7 +39,7 @@ class SkippingWorker(Worker):
 
 
 def skip(backend: RayBackend, folder: Path, device: Literal["cpu", "cuda"], **limits: float) -> PhaseTimeout:
-    """What the watchdog raises when rank 1 has ended its call without the third all_reduce."""
+    """The watchdog's error when rank 1 has returned without the third all_reduce."""
     limits = {"update": FOREVER, "collective": FOREVER} | limits
     env = {"TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "500"}  # its watchdog waits four times as long before it ends the process
     pool = ResourcePool((2,), device, "pool")
@@ -77,7 +77,7 @@ def at_the_phases_limit(backend: RayBackend, folder: Path, device: Literal["cpu"
 
 
 def at_the_collectives_limit(backend: RayBackend, folder: Path, device: Literal["cpu", "cuda"]) -> None:
-    """gloo raises; NCCL's watchdog ends the process of the rank that waited, which is not to blame."""
+    """gloo raises; NCCL's watchdog aborts the process of the rank that waited, which is not the suspect."""
     message = str(skip(backend, folder, device, collective=LIMIT))
     assert "a collective in the update, limited by timeouts.collective=3, took more than 3 s" in message, message
     assert "held up by rank 1: it has ended its call, and rank 0 waits in a collective" in message, message
@@ -96,7 +96,7 @@ def main(device: Literal["cpu", "cuda"] = "cuda") -> int:
                 try:
                     scenario(backend, folder, device)
                     message = "passed"
-                except Exception as error:  # the next one is tried all the same
+                except Exception as error:  # continue with the next scenario
                     message, failed = f"FAILED: {type(error).__name__}: {error}", failed + 1
                 print(f"{scenario.__name__}: {time.monotonic() - begun:.1f} s, torch {torch.__version__}: {message}", flush=True)
         for log in folder.glob("logs/**/*") if failed else ():

@@ -1,4 +1,4 @@
-"""mean@k, pass@k and maj@k of answers in files, whole runs."""
+"""mean@k, pass@k and maj@k of responses in files, complete runs."""
 
 import json
 from pathlib import Path
@@ -10,7 +10,7 @@ from trainer import main_eval
 from trainer.evaluation.estimators import clopper_pearson
 from trainer.generation.shards import write_rows
 
-# Four prompts of two sources; exact_match compares to the letter.
+# Four prompts of two sources; exact_match compares text exactly.
 ROWS: list[dict[str, Any]] = [
     {"data_source": "sort_digits", "responses": ["12", "12", "12", "21"], "reward_model": {"ground_truth": "12"}},
     {"data_source": "sort_digits", "responses": ["1", "3", "3", "4"], "reward_model": {"ground_truth": "1"}},
@@ -33,7 +33,7 @@ def file(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return path
 
 
-def test_metrics_of_scored_answers(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_metrics_of_scored_responses(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = evaluate(tmp_path, f"data.path={file}")
     assert list(found) == ["exact_match", "sort_digits", "all"]
     everything = found["all"]
@@ -43,7 +43,7 @@ def test_metrics_of_scored_answers(file: Path, tmp_path: Path, capsys: pytest.Ca
         {
             **{f"mean@{k}": 6 / 16 for k in (1, 2, 4)},
             "pass@1": 6 / 16, "pass@2": (1 + 1 / 2 + 0 + 5 / 6) / 4, "pass@4": 3 / 4,
-            "maj@1": 6 / 16, "maj@2": 6 / 16,  # of two that differ, either
+            "maj@1": 6 / 16, "maj@2": 6 / 16,  # either of two different responses
             "maj@4": (1 + 0 + 0 + 1 / 2) / 4,
         }
     )  # fmt: skip
@@ -55,7 +55,7 @@ def test_metrics_of_scored_answers(file: Path, tmp_path: Path, capsys: pytest.Ca
     assert "pass@k" in out and "0.7500 [0.1941," in out and f"evaluation: {tmp_path}/out/evaluation.json" in out
 
 
-def test_scores_of_the_file_and_of_a_function_are_the_same(tmp_path: Path) -> None:
+def test_scores_of_a_function_equal_those_of_the_file(tmp_path: Path) -> None:
     file = tmp_path / "answers.jsonl"
     write_rows(file, ROWS)
     given = tmp_path / "scored/shard_00000.jsonl"
@@ -64,11 +64,11 @@ def test_scores_of_the_file_and_of_a_function_are_the_same(tmp_path: Path) -> No
     (tmp_path / "mine.py").write_text(function)
     scored = evaluate(tmp_path, f"data.path={file}", "trainer.seed=3")
     assert evaluate(tmp_path, f"data.path={given.parent}", "data.score_key=scores", "trainer.seed=3") == scored
-    by_function = f"custom_reward_function.path={tmp_path}/mine.py"  # as verl's main_eval has it
+    by_function = f"custom_reward_function.path={tmp_path}/mine.py"  # as in verl's main_eval
     assert evaluate(tmp_path, f"data.path={file}", by_function, "trainer.seed=3") == scored
 
 
-def test_answers_without_a_score_are_left_out_and_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_responses_without_a_score_are_excluded_and_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = [row | {"scores": list(passed)} for row, passed in zip(ROWS[:2], PASSED, strict=False)]
     rows[0]["scores"][3] = None
     write_rows(tmp_path / "a.jsonl", rows)
@@ -78,16 +78,16 @@ def test_answers_without_a_score_are_left_out_and_reported(tmp_path: Path, capsy
     assert "note: 1 answers have no score, their rewards failed; they are left out" in capsys.readouterr().err
 
 
-def test_one_answer_a_row_and_how_it_ended(tmp_path: Path) -> None:
+def test_single_response_per_row_with_its_finish_reason(tmp_path: Path) -> None:
     rows = [{"data_source": "sort_digits", "answer": "12", "reward_model": {"ground_truth": "12"}}]
     write_rows(tmp_path / "a.jsonl", rows)
     arguments = [f"data.path={tmp_path}/a.jsonl", "data.response_key=answer"]
     assert evaluate(tmp_path, *arguments)["sort_digits"]["pass@1"]["value"] == 1.0
     write_rows(tmp_path / "a.jsonl", [rows[0] | {"finish_reasons": ["length"]}])
-    assert evaluate(tmp_path, *arguments)["sort_digits"]["pass@1"]["value"] == 0.0, "exact_match wants an end"
+    assert evaluate(tmp_path, *arguments)["sort_digits"]["pass@1"]["value"] == 0.0, "exact_match requires a terminated response"
 
 
-def test_as_many_scores_as_answers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_scores_must_be_as_many_as_responses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_rows(tmp_path / "a.jsonl", [ROWS[0] | {"scores": [1.0, 0.0, 1.0]}])
     assert main_eval.PROGRAM([f"data.path={tmp_path}/a.jsonl", "data.score_key=scores"]) == 2
     assert f"error: {tmp_path}/a.jsonl, row 0: 4 answers and 3 scores" in capsys.readouterr().err
@@ -103,7 +103,9 @@ def test_as_many_scores_as_answers(tmp_path: Path, capsys: pytest.CaptureFixture
         (["metrics.vote=box"], "metrics.vote=box is not known"),
     ],
 )
-def test_what_is_wrong_is_one_line(overrides: list[str], line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_configuration_is_a_one_line_error(
+    overrides: list[str], line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     write_rows(tmp_path / "a.jsonl", ROWS)
     typed = [f"data.path={tmp_path}/a.jsonl", *(override.format(tmp=tmp_path) for override in overrides)]
     assert main_eval.PROGRAM(["reward.num_workers=0", *typed]) == 2

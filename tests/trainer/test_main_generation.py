@@ -1,4 +1,4 @@
-"""Batch inference on the quick start's task, whole runs: answers, resuming, selection."""
+"""Batch inference on the quick start's task, complete runs: responses, resuming, selection."""
 
 import json
 import os
@@ -41,14 +41,14 @@ def arguments(task: Path, run_dir: Path, *overrides: str) -> list[str]:
 
 
 def generate(task: Path, run_dir: Path, *overrides: str) -> list[dict[str, Any]]:
-    """Run to the end and read the shards."""
+    """Run to completion and read the shards."""
     assert main_generation.PROGRAM(arguments(task, run_dir, *overrides)) == 0
     return [row for path in sorted((run_dir / "answers").glob("*.parquet")) for row in pq.read_table(path).to_pylist()]
 
 
 @pytest.fixture(scope="module")
 def whole(task: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run that nobody interrupts; its directory."""
+    """The directory of an uninterrupted run."""
     run_dir = tmp_path_factory.mktemp("whole")
     selected = [f"selection.best_of_n={run_dir}/best.parquet", f"selection.sft={run_dir}/sft.parquet", "selection.min_score=null"]
     generate(task, run_dir, *selected, "selection.max_per_prompt=2")
@@ -64,7 +64,7 @@ def shard_bytes(run_dir: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in sorted((run_dir / "answers").iterdir()) if path.name not in others}
 
 
-def test_every_prompt_has_its_answers(task: Path, whole: Path) -> None:
+def test_every_prompt_has_its_responses(task: Path, whole: Path) -> None:
     data, rows = pq.read_table(task / "test.parquet").to_pylist(), answers(whole)
     assert [row["uid"] for row in rows] == list(range(ROWS)) and len(shard_bytes(whole)) == SHARDS
     for row, source in zip(rows, data, strict=True):
@@ -74,8 +74,8 @@ def test_every_prompt_has_its_answers(task: Path, whole: Path) -> None:
         truth = source["reward_model"]["ground_truth"]
         wanted = [sum(a == b for a, b in zip(text, truth)) + text.count("7") / 8 for text in row["responses"]]  # noqa: B905
         assert row["scores"] == wanted and row["reward_errors"] == [None] * N
-    assert len({tuple(row["responses"]) for row in rows}) > ROWS / 2, "samples differ from prompt to prompt"
-    assert sum(len(set(row["responses"])) == N for row in rows) > ROWS / 2, "and within one"
+    assert len({tuple(row["responses"]) for row in rows}) > ROWS / 2, "samples differ between prompts"
+    assert sum(len(set(row["responses"])) == N for row in rows) > ROWS / 2, "samples differ within a prompt"
 
 
 def test_log_probs_and_lengths_are_those_of_the_model(task: Path, whole: Path) -> None:
@@ -90,7 +90,7 @@ def test_log_probs_and_lengths_are_those_of_the_model(task: Path, whole: Path) -
         ):
             ids = tokenizer(text, add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id] * (reason == "stop")
             assert length >= len(ids) and (reason == "stop" or length == 8)
-            if length > len(ids):  # special tokens within, which the text leaves out
+            if length > len(ids):  # special tokens inside, which the text excludes
                 continue
             reasons.add(reason)
             with torch.no_grad():
@@ -100,14 +100,14 @@ def test_log_probs_and_lengths_are_those_of_the_model(task: Path, whole: Path) -
     assert reasons == {"stop", "length"}
 
 
-def test_a_draw_depends_on_seed_row_and_sample_alone(task: Path, whole: Path, tmp_path: Path) -> None:
+def test_sample_depends_only_on_seed_row_and_index(task: Path, whole: Path, tmp_path: Path) -> None:
     rows = generate(task, tmp_path / "a", "data.batch_size=5", "actor_rollout_ref.rollout.n=2", "data.max_samples=12")
     assert [row["responses"] for row in rows] == [row["responses"][:2] for row in answers(whole)[:12]]
     other = generate(task, tmp_path / "b", "trainer.seed=2", "data.max_samples=12")
     assert all(row["responses"] != first["responses"] for row, first in zip(other, answers(whole), strict=False))
 
 
-def test_the_best_of_n(whole: Path) -> None:
+def test_best_of_n_has_the_highest_score(whole: Path) -> None:
     best = pq.read_table(whole / "best.parquet").to_pylist()
     for row, kept in zip(answers(whole), best, strict=True):
         first = row["scores"].index(max(row["scores"]))
@@ -115,7 +115,7 @@ def test_the_best_of_n(whole: Path) -> None:
         assert kept["uid"] == row["uid"] and kept["lengths"] == [row["lengths"][first]]
 
 
-def test_accepted_answers_are_read_by_supervised_training(task: Path, whole: Path) -> None:
+def test_supervised_training_reads_accepted_responses(task: Path, whole: Path) -> None:
     rows = pq.read_table(whole / "sft.parquet").to_pylist()
     ended = {
         (row["prompt"][0]["content"], text)
@@ -134,8 +134,10 @@ def test_accepted_answers_are_read_by_supervised_training(task: Path, whole: Pat
     assert len(data) == len(rows)
 
 
-def test_pairs_are_read_by_a_reward_model(task: Path, whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """From the answers that are there."""
+def test_reward_model_training_reads_the_pairs(
+    task: Path, whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The pairs are selected from existing responses."""
     there = [f"data.output_path={whole}/answers", "selection.max_per_prompt=3"]
     generate(task, tmp_path, *there, f"selection.preferences={tmp_path}/pairs.parquet")
     rows = pq.read_table(tmp_path / "pairs.parquet").to_pylist()
@@ -155,10 +157,8 @@ def test_pairs_are_read_by_a_reward_model(task: Path, whole: Path, tmp_path: Pat
     assert len(data) == len(rows) and data.notices == []
 
 
-def test_a_prompt_that_the_engine_could_not_read_is_refused_by_row(
-    task: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Before a worker is started."""
+def test_invalid_prompt_is_refused_with_its_row(task: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Before a worker starts."""
     good, bad = json.dumps({"prompt": "1 2"}), json.dumps({"prompt": ""})
     long = json.dumps({"prompt": "1 2 3 4 5 6 7 8 9"})
     base = json.loads((task / "base/config.json").read_text())
@@ -179,7 +179,7 @@ def test_a_prompt_that_the_engine_could_not_read_is_refused_by_row(
     assert not (tmp_path / "answers").exists() and not (tmp_path / "logs").exists()
 
 
-def test_a_killed_run_continues_and_ends_with_the_same_bytes(task: Path, whole: Path, tmp_path: Path) -> None:
+def test_killed_run_resumes_and_ends_with_the_same_bytes(task: Path, whole: Path, tmp_path: Path) -> None:
     same = ["selection.score=true"]
     command = [sys.executable, "-m", "trainer.main_generation", *arguments(task, tmp_path, *same)]
     process = subprocess.Popen(command, env=os.environ | {"PYTHONPATH": str(CONFIG_DIR.parent)}, stdout=subprocess.DEVNULL)
@@ -195,15 +195,15 @@ def test_a_killed_run_continues_and_ends_with_the_same_bytes(task: Path, whole: 
     written = first.stat().st_mtime_ns
     assert generate(task, tmp_path, *same) == answers(whole)
     assert shard_bytes(tmp_path) == shard_bytes(whole)
-    assert first.stat().st_mtime_ns == written, "what is there is not made again"
+    assert first.stat().st_mtime_ns == written, "existing shards are not generated again"
 
 
-def test_a_finished_run_selects_anew_without_an_engine(
+def test_finished_run_repeats_the_selection_without_an_engine(
     task: Path, whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("trainer.generation.generate.opened_workers", None)
     other = [f"data.output_path={whole}/answers", f"selection.sft={tmp_path}/sft.jsonl", "selection.min_score=0.5"]
-    other += [f"timeouts.{phase}=77" for phase in ("start", "generate", "sync")]  # change no answer
+    other += [f"timeouts.{phase}=77" for phase in ("start", "generate", "sync")]  # change no response
     generate(task, tmp_path, *other)
     kept = [json.loads(line) for line in (tmp_path / "sft.jsonl").read_text().splitlines()]
     assert len(kept) > 0 and f"accepted: {tmp_path}/sft.jsonl ({len(kept)} answers to {len(kept)} of {ROWS} prompts)" in (
@@ -211,7 +211,7 @@ def test_a_finished_run_selects_anew_without_an_engine(
     )
 
 
-def test_plain_prompts_in_json_lines_without_scores(task: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plain_prompts_in_json_lines_need_no_scores(task: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     prompts = ["31=", "204="]
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"question": prompt}) + "\n" for prompt in prompts))
     overrides = [
@@ -236,7 +236,7 @@ def test_plain_prompts_in_json_lines_without_scores(task: Path, tmp_path: Path, 
         ([THERE], f"{ANOTHER}: scored was true and is false"),
     ],
 )
-def test_what_is_wrong_is_one_line(
+def test_invalid_configuration_is_a_one_line_error(
     overrides: list[str], line: str, task: Path, whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     typed = [override.format(whole=whole) for override in overrides]
@@ -245,7 +245,7 @@ def test_what_is_wrong_is_one_line(
     assert err.startswith(f"error: {line.format(whole=whole)}") and err.count("\n") == 1
 
 
-def test_a_reward_that_always_fails_writes_no_shard(task: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_run_whose_rewards_all_fail_writes_no_shard(task: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "broken.py").write_text("def compute_score(**_):\n    return 'x'\n")
     broken = [f"reward.custom_reward_function.path={tmp_path}/broken.py", "selection.score=true"]
     assert main_generation.PROGRAM(arguments(task, tmp_path, *broken)) == 2

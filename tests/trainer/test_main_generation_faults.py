@@ -1,4 +1,4 @@
-"""A worker that dies or stops while it generates: the run names it, and ends in order, in a bounded time."""
+"""A worker that dies or is stopped during generation: the run names it, and ends cleanly within a limit."""
 
 import os
 import re
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.soak
 
 
 class Run:
-    """Two workers that generate long answers on Ray, one of which is sent a signal after the first shard."""
+    """Two workers that generate long responses on Ray; one of them gets a signal after the first shard."""
 
     def __init__(self, task: Path, run_dir: Path, number: signal.Signals) -> None:
         self.number, self.run_dir = number, run_dir
@@ -55,7 +55,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[signal.Signals, Run]:
     return started
 
 
-def test_a_killed_worker_is_named_with_its_cause_and_its_log(runs: dict[signal.Signals, Run]) -> None:
+def test_killed_worker_is_named_with_cause_and_log(runs: dict[signal.Signals, Run]) -> None:
     run = runs[signal.SIGKILL]
     assert run.process.returncode == 1
     first, *lines = run.errors[run.errors.index("error: ") :].splitlines()
@@ -63,7 +63,7 @@ def test_a_killed_worker_is_named_with_its_cause_and_its_log(runs: dict[signal.S
     assert "killed by a signal" in first and lines[0] == f"last lines of {run.run_dir}/logs/rank_1_workers.log:"
 
 
-def test_a_stopped_worker_is_named_with_the_limit_and_what_is_known(runs: dict[signal.Signals, Run]) -> None:
+def test_stopped_worker_is_named_with_limit_and_report(runs: dict[signal.Signals, Run]) -> None:
     run = runs[signal.SIGSTOP]
     assert run.process.returncode == 1
     first, *lines = run.errors[run.errors.index("error: ") :].splitlines()
@@ -78,7 +78,7 @@ def test_a_stopped_worker_is_named_with_the_limit_and_what_is_known(runs: dict[s
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_the_run_ends_in_order(runs: dict[signal.Signals, Run], number: signal.Signals) -> None:
+def test_run_ends_cleanly_after_a_fault(runs: dict[signal.Signals, Run], number: signal.Signals) -> None:
     run = runs[number]
     assert "Traceback" not in run.errors and run.left == []
     assert run.seconds < LIMIT + 60, run.seconds

@@ -1,4 +1,4 @@
-"""Answers of a model with an adapter from disk."""
+"""Responses of a model with an adapter from disk."""
 
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from tests.trainer.test_main_generation import arguments, generate
 from trainer import main_generation
 
 
-def test_answers_are_the_merged_models(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_responses_equal_those_of_the_merged_model(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     task = make_task(tmp_path / "task", train_size=16, test_size=32, sft_size=16)
     torch.manual_seed(0)
     model = get_peft_model(

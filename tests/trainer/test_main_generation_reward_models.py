@@ -1,4 +1,4 @@
-"""The best of n answers by a reward model."""
+"""Best of n by a reward model."""
 
 from pathlib import Path
 from typing import Any
@@ -35,8 +35,8 @@ def read(*files: Path) -> list[dict[str, Any]]:
     return [row for file in files for row in pq.read_table(file).to_pylist()]
 
 
-def test_the_best_answer_is_the_models_and_has_the_scorers_score_too(task: Path, tmp_path: Path) -> None:
-    """Two shards: the engine gets its weights again after the model has worked."""
+def test_best_response_is_chosen_by_the_model_and_has_the_scorers_score(task: Path, tmp_path: Path) -> None:
+    """Two shards: the engine is synced again after the model has scored."""
     assert (
         main_generation.PROGRAM(arguments(task, tmp_path, "reward.weight=0", f"selection.best_of_n={tmp_path}/best.parquet")) == 0
     )
@@ -62,7 +62,7 @@ def test_the_best_answer_is_the_models_and_has_the_scorers_score_too(task: Path,
     assert len(of_text) > len(rows) and [got for got, _ in of_text] == pytest.approx([wanted for _, wanted in of_text], abs=1e-5)
 
 
-def test_without_a_scorer_the_prompts_need_no_truth(task: Path, tmp_path: Path) -> None:
+def test_prompts_without_a_scorer_need_no_ground_truth(task: Path, tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt": "502913="}\n{"prompt": "311="}\n')
     words = (
@@ -86,7 +86,7 @@ def test_without_a_scorer_the_prompts_need_no_truth(task: Path, tmp_path: Path) 
         ("reward.models.a.path={task}/base", "reward.models.a: model.path={task}/base: Qwen2ForCausalLM has no score head"),
     ],
 )
-def test_what_cannot_score_is_reported(
+def test_invalid_reward_model_is_reported(
     task: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], override: str, output: str
 ) -> None:
     assert main_generation.PROGRAM(arguments(task, tmp_path, "selection.score=true", override.format(task=task))) == 2

@@ -1,4 +1,4 @@
-"""Engines side by side, whole runs: equal ones pass, and an engine with one thing wrong does not."""
+"""Engines compared in complete runs: equal ones pass, and an engine with one defect fails."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -27,7 +27,7 @@ Corrupt = Callable[[pytest.MonkeyPatch], None]
 
 @pytest.fixture(scope="module")
 def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With heads of 32 numbers: on CPU vLLM has no smaller ones."""
+    """With heads of size 32: vLLM has no smaller ones on CPU."""
     folder = make_task(tmp_path_factory.mktemp("task"), train_size=16, test_size=ROWS, sft_size=16)
     tiny_model.main([f"--save_dir={folder / 'heads'}", "--num_attention_heads=3", "--num_key_value_heads=1"])
     return folder
@@ -52,8 +52,8 @@ def figures(run_dir: Path) -> dict[str, Any]:
 
 @CPU_BUILD
 @pytest.mark.soak
-def test_embedded_and_vllm_side_by_side(task: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Each in a worker process of its own."""
+def test_embedded_and_vllm_agree(task: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each in its own worker process."""
     assert run(task, tmp_path, "engines=[embedded,vllm]", "trainer.backend=ray") == 0
     found = figures(tmp_path)
     assert found["broken"] == [] and list(found["engines"]) == ["embedded", "vllm"] and found["dtype"] == "float32"
@@ -69,7 +69,7 @@ def test_embedded_and_vllm_side_by_side(task: Path, tmp_path: Path, capsys: pyte
         assert engine["memory_with_bytes"] > engine["memory_without_bytes"] > 0 and engine["start_seconds"] > 0
     own, other = found["engines"]["embedded"], found["engines"]["vllm"]
     assert own["greedy"]["agreement"] is None and other["greedy"]["agreement"]["tokens"] == 1.0
-    assert other["sampled"]["agreement"]["answers"] == 1.0, "both draw by seed and position"
+    assert other["sampled"]["agreement"]["answers"] == 1.0, "both engines sample by seed and position"
     assert own["sampled"]["cached"] == pytest.approx(1 - 1 / N) and other["sampled"]["cached"] == 0.0
     printed = capsys.readouterr().out
     assert "plainest difference from embedded" in printed and f"report: {tmp_path}/parity.html" in printed
@@ -80,7 +80,7 @@ def test_embedded_and_vllm_side_by_side(task: Path, tmp_path: Path, capsys: pyte
 
 
 def with_sampling(change: Callable[..., tuple[Tensor, Tensor]]) -> Corrupt:
-    """The engine draws with ``change(logits, temperature, top_k, top_p, draws)`` instead."""
+    """The engine samples with ``change(logits, temperature, top_k, top_p, draws)`` instead."""
     return lambda patch: patch.setattr(embedded_engine, "sample", change)
 
 
@@ -93,15 +93,15 @@ def log_probs_at_one(logits: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
     return tokens, logits.log_softmax(-1).gather(1, tokens[:, None].long())[:, 0]
 
 
-def drawn_too_hot(logits: Tensor, temperature: Any, *others: Any) -> tuple[Tensor, Tensor]:
-    """With the log-probs that the draws should have had."""
+def sampled_too_hot(logits: Tensor, temperature: Any, *others: Any) -> tuple[Tensor, Tensor]:
+    """With the log-probs that the samples should have had."""
     tokens, _ = sampling.sample(logits, temperature * 1.5, *others)
     right = torch.from_numpy(temperature).where(torch.from_numpy(temperature) > 0, 1.0)[:, None]
     return tokens, (logits / right).log_softmax(-1).gather(1, tokens[:, None].long())[:, 0].float()
 
 
 def with_completions(change: Callable[[Request, Completion], Completion]) -> Corrupt:
-    """Every answer to the first prompt is changed."""
+    """Change every response to the first prompt."""
     generate = EmbeddedRollout.generate
 
     def changed(self: EmbeddedRollout, requests: Sequence[Request]) -> list[Completion]:
@@ -124,13 +124,13 @@ def cut_short(asked: Request, done: Completion) -> Completion:
     [
         (with_sampling(ignoring_temperature), ["sampled: a log-prob is", "bounds.log_prob_max.float32=0.0001"]),
         (with_sampling(log_probs_at_one), ["sampled: a log-prob is", "bounds.log_prob_mean.float32=1e-05"]),
-        (with_sampling(drawn_too_hot), ["sampled: the samples are too unlikely", "bounds.draw_z=5"]),
+        (with_sampling(sampled_too_hot), ["sampled: the samples are too unlikely", "bounds.draw_z=5"]),
         (with_completions(another_token), ["greedy: 0.9", "bounds.token_agreement=1", "row "]),
         (with_completions(cut_short), ["greedy: answers end wrongly: 1 x it is shorter than it may be", "bounds.wrong_ends=0"]),
     ],
     ids=["temperature ignored", "log-probs at temperature 1", "drawn at another temperature", "one token changed", "cut short"],
 )
-def test_an_engine_with_one_thing_wrong_fails_and_is_named(
+def test_engine_with_a_defect_fails_and_is_named(
     corrupt: Corrupt,
     message: list[str],
     task: Path,
@@ -148,7 +148,7 @@ def test_an_engine_with_one_thing_wrong_fails_and_is_named(
     assert "not equal" in text and all(" ".join(line.removeprefix("error: ").split()) in text for line in lines)
 
 
-def test_greedy_alone_and_a_bound_that_is_raised(task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_greedy_pass_with_raised_bounds_passes(task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with_completions(another_token)(monkeypatch)
     raised = ["bounds.log_prob_max.float32=9", "bounds.log_prob_mean.float32=9"]
     assert run(task, tmp_path, "actor_rollout_ref.rollout.do_sample=false", *raised) == 0
@@ -157,7 +157,7 @@ def test_greedy_alone_and_a_bound_that_is_raised(task: Path, tmp_path: Path, mon
     assert 0.9 < engine["choices"]["first"] < 1 == engine["choices"]["within"] and 0 < engine["choices"]["largest_gap"] < 18
 
 
-def test_a_doubled_bos_is_found(task: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_doubled_bos_is_found(task: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = json.loads((task / "heads/tokenizer_config.json").read_text())
     (tmp_path / "model").mkdir()
     for path in (task / "heads").iterdir():
@@ -170,7 +170,7 @@ def test_a_doubled_bos_is_found(task: Path, tmp_path: Path, capsys: pytest.Captu
     assert figures(tmp_path / "run")["heads"] == {"bos": "=", "wanted": ROWS, "begun": ROWS, "doubled": ROWS, "lost": 0}
 
 
-def test_an_engine_that_is_not_installed_ends_the_run_before_it_starts(
+def test_missing_engine_ends_the_run_before_it_starts(
     task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(rollouts, "find_spec", lambda name: None)
@@ -179,7 +179,7 @@ def test_an_engine_that_is_not_installed_ends_the_run_before_it_starts(
     assert "scripts/install_engine.sh vllm cpu" in message.err and message.out == "" and not (tmp_path / "run").exists()
 
 
-def test_with_ignore_eos_nothing_ends_an_answer(task: Path, tmp_path: Path) -> None:
+def test_ignore_eos_generates_to_the_limit(task: Path, tmp_path: Path) -> None:
     assert run(task, tmp_path, "actor_rollout_ref.rollout.ignore_eos=true") == 0
     sampled = figures(tmp_path)["engines"]["embedded"]["sampled"]
     assert sampled["ends"]["stopped"] == 0 and sampled["lengths"]["quantiles"]["0"] == 12 and sampled["ends"]["special"] > 0

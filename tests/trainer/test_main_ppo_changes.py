@@ -1,4 +1,4 @@
-"""For forty leaves of trainer.main_ppo, drawn by a seed: another value makes something else happen."""
+"""For forty leaves of trainer.main_ppo, chosen by a seed: another value changes an observable result."""
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
@@ -54,13 +54,13 @@ BASE = (
 
 
 def drawn() -> list[str]:
-    """Each leaf draws a number by the seed and its name; those with the least. A leaf that comes or goes moves no other."""
+    """Each leaf has a random number by the seed and its name; those with the smallest are chosen. New leaves change no other."""
     return sorted(keys_of(PPOConfig).leaves, key=lambda leaf: Random(f"{SEED} {leaf}").random())[:DRAWN]
 
 
 @dataclass
 class FakeWorkers:
-    """In the place of workers. calls: method and arguments of each, and the seconds that it may take."""
+    """Stand-in for workers. calls: method and arguments of each, and the limit in seconds."""
 
     world_size: int
     name: str = "workers"
@@ -85,12 +85,12 @@ class FakeWorkers:
         return SimpleNamespace(result=lambda: replies, begun=0.0, replies=SimpleNamespace(ended={0: 0.0}))
 
     def asked(self, method: str) -> list[tuple[Any, ...]]:
-        """The arguments of each call of it."""
+        """The arguments of each call of ``method``."""
         return [words[words.index(method) + 1 :] for words, _ in self.calls if method in words]
 
 
 class Trial:
-    """What a run would be made of by a configuration, as far as it is looked at."""
+    """The parts that a run would build from a configuration, as far as they are observed."""
 
     def __init__(self, config: PPOConfig) -> None:
         self.config = config
@@ -105,18 +105,18 @@ class Trial:
 
     @cached_property
     def loop(self) -> Loop:
-        nobody: Any = None
-        return self.assembly.loop(nobody, None, nobody, Start())
+        unused: Any = None
+        return self.assembly.loop(unused, None, unused, Start())
 
     def engine(self, role: str) -> tuple[TrainEngine, Any]:
-        """The engine that workers are told to build, and its loss."""
+        """The engine that workers are to build, and its loss."""
         getattr(self.assembly, role)()
         _, spec, loss = self.workers.asked("build_model")[-1]
         return make_engine(spec), loss and loss.resolve()
 
 
 def step_batch() -> Batch:
-    """Eight prompts of two tokens, two answers each."""
+    """Eight prompts of two tokens, two responses each."""
     draw = torch.Generator().manual_seed(3)
     lengths = torch.randint(4, 9, (16,), generator=draw)
     batch = Batch(lengths, meta={"temperature": 1.0})
@@ -136,11 +136,11 @@ def step_batch() -> Batch:
     return batch.with_rows(uid=torch.arange(16) // 2, prompt_length=torch.full((16,), 2), finished=torch.ones(16))
 
 
-# What is looked at. All of it lies behind the configuration: what is computed, asked for, drawn, told or raised.
+# Observations. Each follows from the configuration: computed numbers, requests, samples, events or errors.
 
 
 def losses(trial: Trial) -> Any:
-    """Of tokens, by the actor's loss."""
+    """Token losses of the actor's loss."""
     loss, batch = ActorLoss(trial.assembly.actor_loss()), step_batch()
     if loss.needs_preparation:
         batch, _ = loss.prepare(batch, torch.Generator().manual_seed(0))
@@ -150,7 +150,7 @@ def losses(trial: Trial) -> Any:
 
 @cache
 def updates(role: str) -> Callable[[Trial], Any]:
-    """Of each mini-batch: its micro-batches, the weights of its tokens, and the seconds that it may take."""
+    """For each mini-batch: its micro-batches, its token weights, and the limit of the call in seconds."""
 
     def look(trial: Trial) -> Any:
         model, spec = getattr(trial.assembly, role)(), getattr(trial.assembly, f"{role}_update")()
@@ -179,7 +179,7 @@ def forwards(role: str) -> Callable[[Trial], Any]:
 
 
 def log_probs(trial: Trial) -> Any:
-    """By the actor's engine."""
+    """Log-probs of the actor's engine."""
     engine, _ = trial.engine("actor")
     found = engine.forward(step_batch(), (tuple(range(16)),), {"log_probs"})
     assert found is not None
@@ -188,7 +188,7 @@ def log_probs(trial: Trial) -> Any:
 
 @cache
 def learning(role: str) -> Callable[[Trial], Any]:
-    """The metrics of two train steps on the role's engine; how often they compute a layer's MLP; a sum of the weights then."""
+    """The metrics of two train steps on the role's engine; how often they compute a layer's MLP; then a sum of the weights."""
 
     def look(trial: Trial) -> Any:
         engine, loss = trial.engine(role)
@@ -205,14 +205,14 @@ def learning(role: str) -> Callable[[Trial], Any]:
 
 
 def rollout_arguments(trial: Trial) -> Any:
-    """What vLLM is asked for."""
+    """The arguments of vLLM's engine."""
     trial.assembly.rollout()
     _, spec, _ = trial.workers.asked("build_rollout")[0]
     return vllm_engine.engine_arguments(spec)
 
 
 def calls_when_a_model_has_worked(trial: Trial) -> Any:
-    """What workers are told, when answers are wanted after another model had the GPUs."""
+    """The calls that workers get when responses are generated after another model had the GPUs."""
     rollout = trial.assembly.rollout()
     rollout.rest(rollout.group)
     rollout.generate(step_batch(), Sampling(1.0, -1, 1.0, 4, (1,)), 2)
@@ -220,7 +220,7 @@ def calls_when_a_model_has_worked(trial: Trial) -> Any:
 
 
 def verified(trial: Trial) -> Any:
-    """What a weight sync between two engines tells, but for its time."""
+    """The metrics of a weight sync between two engines, except its time."""
     engine, _ = trial.engine("actor")
     trial.assembly.rollout()
     _, spec, _ = trial.workers.asked("build_rollout")[0]
@@ -229,7 +229,7 @@ def verified(trial: Trial) -> Any:
 
 
 def validation_asks(trial: Trial) -> Any:
-    """For how many prompts at first, and what an engine is to draw by."""
+    """The number of prompts of the first call, and the sampling arguments."""
     found = []
 
     def answer(prompts: Any, n: int, sampling: Sampling, *rest: Any, **more: Any) -> Any:
@@ -242,8 +242,8 @@ def validation_asks(trial: Trial) -> Any:
     return found
 
 
-def rung(trial: Trial) -> Any:
-    """What becomes of a step in which every figure is bad, and what is told."""
+def reaction(trial: Trial) -> Any:
+    """The reaction to a step in which every metric is bad, and its events."""
     bad = {"actor/entropy": 0.5, "actor/ppo_kl": 9.0, "training/rollout_log_probs_diff_mean": 9.0}
     bad |= {"response_length/clip_ratio": 0.5, "training/zero_signal_groups": 1.0}
     output: list[Any] = []
@@ -254,14 +254,14 @@ def rung(trial: Trial) -> Any:
         return str(error)
 
 
-def gone_back(trial: Trial) -> Any:
+def rolled_back(trial: Trial) -> Any:
     with pytest.raises(CheckFailed) as error:
         trial.loop.roll_back(Alarm("rollback", "too high", 0))
     return str(error.value)
 
 
 def coefficient(trial: Trial) -> Any:
-    """Of the KL in the reward, after a step that was far from the reference."""
+    """Coefficient of the KL in the reward, after a step far from the reference."""
     trial.loop.kl.update(9.0, 8)
     return trial.loop.kl.coefficient
 
@@ -271,14 +271,14 @@ def round_of_prompts(trial: Trial) -> Any:
 
 
 def texts(trial: Trial) -> Any:
-    """Of the file that goes along."""
+    """Texts of the auxiliary file."""
     assert trial.assembly.ptx is not None
     batch = trial.assembly.ptx.extend(step_batch().with_tokens(loss_weight=torch.ones(int(step_batch().lengths.sum()))))
     return batch.tokens["input_ids"].tolist()
 
 
 def servers_score(trial: Trial) -> Any:
-    """What the reward model's server gives."""
+    """Scores of the reward model's server."""
     models = trial.assembly.reward_models()
     assert models is not None and isinstance(models.models[0].scorer, ServedModel)
     return models.models[0].scorer.servers.score([Response("sort_digits", "12", "12", {}, True, "", "<eos>")])
@@ -295,8 +295,8 @@ def seconds_to_load(trial: Trial) -> Any:
     return seconds
 
 
-def who_learns(trial: Trial) -> Any:
-    """In the first step."""
+def roles_updated(trial: Trial) -> Any:
+    """The roles that are updated in the first step."""
     learnt: list[str] = []
 
     def together(parts: Mapping[str, Any]) -> dict[str, dict[str, float]]:
@@ -310,8 +310,8 @@ def who_learns(trial: Trial) -> Any:
 
 @dataclass(frozen=True)
 class Row:
-    """other: another value than the leaf has. look: what is another thing then. base: other leaves that the row wants, and their
-    values. In both {task}, {first} and {second} stand for what ``names`` has.
+    """other: a different value of the leaf. look: the observation that changes. base: other leaves that the row needs, with their
+    values. In both {task}, {first} and {second} stand for the entries of ``names``.
     """
 
     other: Any
@@ -348,12 +348,12 @@ ROWS: Mapping[str, Row] = {
     f"{ROLLOUT}.val_kwargs.do_sample": Row(True, validation_asks, {f"{ROLLOUT}.val_kwargs.temperature": 0.7}),
     f"{ROLLOUT}.val_kwargs.top_k": Row(3, validation_asks),
     f"{ROLLOUT}.verify_weights": Row("off", verified),
-    "alarms.entropy.bound": Row(0.9, rung, ALARMS),
-    "alarms.max_rollbacks": Row(0, gone_back),
-    "alarms.mismatch.action": Row("stop", rung, ALARMS),
-    "alarms.policy_kl.action": Row("rollback", rung, ALARMS),
-    "alarms.truncated.bound": Row(0.9, rung, ALARMS),
-    "alarms.zero_signal.action": Row("stop", rung, ALARMS),
+    "alarms.entropy.bound": Row(0.9, reaction, ALARMS),
+    "alarms.max_rollbacks": Row(0, rolled_back),
+    "alarms.mismatch.action": Row("stop", reaction, ALARMS),
+    "alarms.policy_kl.action": Row("rollback", reaction, ALARMS),
+    "alarms.truncated.bound": Row(0.9, reaction, ALARMS),
+    "alarms.zero_signal.action": Row("stop", reaction, ALARMS),
     "algorithm.kl_ctrl.type": Row("adaptive", coefficient),
     "critic.model.lora_alpha": Row(64.0, learning("critic"), {**PPO, "critic.model.lora_rank": 2}),
     "critic.model.tiled_mlp.num_shards": Row(2, learning("critic"), {**PPO, "critic.model.tiled_mlp.enabled": True}),
@@ -369,12 +369,12 @@ ROWS: Mapping[str, Row] = {
     "reward.scorer": Row("gsm8k", score, RULE),
     "timeouts.load": Row(7.0, seconds_to_load),
     "timeouts.update": Row(7.0, updates("actor")),
-    "trainer.critic_warmup": Row(5, who_learns, PPO),
+    "trainer.critic_warmup": Row(5, roles_updated, PPO),
 }
 
 
 class Rewards(Server):
-    """Gives every answer the same."""
+    """Gives every response the same reward."""
 
     def __init__(self, value: float) -> None:
         super().__init__()
@@ -386,7 +386,7 @@ class Rewards(Server):
 
 @pytest.fixture(scope="module")
 def names(no_process_left_behind: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mapping[str, str]]:
-    """What is named in the table: a task and two reward servers. Within is a process group of this process alone."""
+    """The names of the table: a task and two reward servers. A process group of this process alone is open meanwhile."""
     task = make_task(tmp_path_factory.mktemp("task"), train_size=16, test_size=4, sft_size=16)
     tiny_model.main([f"--save_dir={task / 'other'}", "--seed=2"])
     (task / "run").mkdir()
@@ -403,7 +403,7 @@ def base(names: Mapping[str, str]) -> PPOConfig:
 
 
 def with_leaf(node: Any, leaf: str, value: Any, names: Mapping[str, str]) -> Any:
-    """A copy in which this leaf alone is another: nothing that follows it goes along."""
+    """A copy in which only this leaf differs: leaves that follow it keep their values."""
     name, _, below = leaf.partition(".")
     if below:
         return dataclasses.replace(node, **{name: with_leaf(getattr(node, name), below, value, names)})
@@ -411,13 +411,13 @@ def with_leaf(node: Any, leaf: str, value: Any, names: Mapping[str, str]) -> Any
     return dataclasses.replace(node, **{name: texts.format(**names) if isinstance(texts, str) else texts})
 
 
-def test_the_table_has_what_the_seed_draws() -> None:
+def test_table_has_the_leaves_chosen_by_the_seed() -> None:
     assert sorted(ROWS) == sorted(drawn())
 
 
 @pytest.fixture(scope="module")
 def plain(names: Mapping[str, str], base: PPOConfig) -> Callable[[Row], tuple[PPOConfig, Any]]:
-    """The configuration that a row starts from and what is seen there, which is the same when one looks again."""
+    """The starting configuration of a row and its observation, which is the same when repeated."""
     seen: dict[Any, tuple[PPOConfig, Any]] = {}
 
     def of(row: Row) -> tuple[PPOConfig, Any]:
@@ -425,18 +425,18 @@ def plain(names: Mapping[str, str], base: PPOConfig) -> Callable[[Row], tuple[PP
         if key not in seen:
             config = reduce(lambda config, item: with_leaf(config, *item, names), row.base.items(), base)
             seen[key] = config, row.look(Trial(config))
-            assert row.look(Trial(config)) == seen[key][1], "nothing but the leaf makes the difference"
+            assert row.look(Trial(config)) == seen[key][1], "the observation is not repeatable"
         return seen[key]
 
     return of
 
 
 @pytest.mark.parametrize("leaf", ROWS)
-def test_another_value_makes_another_thing_happen(
+def test_other_value_of_a_leaf_changes_its_observation(
     leaf: str, names: Mapping[str, str], plain: Callable[[Row], tuple[PPOConfig, Any]]
 ) -> None:
     row = ROWS[leaf]
     config, before = plain(row)
     changed = with_leaf(config, leaf, row.other, names)
-    assert changed != config, "the table's value is another"
+    assert changed != config, "the value of the table is the default"
     assert row.look(Trial(changed)) != before

@@ -1,4 +1,4 @@
-"""The command line of trainer.main_ppo, as a user meets it: in processes of its own."""
+"""The command line of trainer.main_ppo as a user runs it: in separate processes."""
 
 import os
 import subprocess
@@ -9,7 +9,7 @@ from tempfile import TemporaryFile
 import pytest
 
 from configs.base.keys import CONFIG_DIR
-from tests.trainer.verl_commands import LONG_ANSWERS, MADE_SMALL, SMALL_BATCH
+from tests.trainer.verl_commands import LONG_ANSWERS, SMALL_BATCH, SMALL_RUN
 
 ROOT = CONFIG_DIR.parent
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT)}
@@ -29,7 +29,7 @@ def main_ppo(*argv: str, cwd: Path) -> subprocess.CompletedProcess[str]:
         (["recipe=quickstart", "trainer.dry_run=config"], "configuration is fine"),
     ],
 )
-def test_what_only_shows_or_checks_is_quick_and_light(argv: list[str], shown: str, tmp_path: Path) -> None:
+def test_help_and_checks_are_fast_and_import_little(argv: list[str], shown: str, tmp_path: Path) -> None:
     with TemporaryFile("w+") as out, TemporaryFile("w+") as err:
         command = [sys.executable, "-X", "importtime", "-m", "trainer.main_ppo", *argv]
         process = subprocess.Popen(command, cwd=tmp_path, env=ENVIRONMENT, stdout=out, stderr=err, text=True)
@@ -46,8 +46,8 @@ def test_what_only_shows_or_checks_is_quick_and_light(argv: list[str], shown: st
 
 
 @pytest.mark.parametrize("command", [SMALL_BATCH, LONG_ANSWERS], ids=["small_batch", "long_answers"])
-def test_command_lines_of_verl_compose_as_they_are_typed(command: str, tmp_path: Path) -> None:
-    small = ["actor_rollout_ref.model.path=tiny", "critic.model.path=tiny", *MADE_SMALL, "trainer.dry_run=config"]
+def test_verl_command_lines_compose_unchanged(command: str, tmp_path: Path) -> None:
+    small = ["actor_rollout_ref.model.path=tiny", "critic.model.path=tiny", *SMALL_RUN, "trainer.dry_run=config"]
     shell = f'python3() {{ "{sys.executable}" "$@" {" ".join(small)}; }}\n{command}'
     result = subprocess.run(
         ["bash", "-c", shell], cwd=tmp_path, env=ENVIRONMENT | {"DATA_DIR": "data"}, capture_output=True, text=True
@@ -65,7 +65,7 @@ def test_command_lines_of_verl_compose_as_they_are_typed(command: str, tmp_path:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_sweep_of_dry_runs(tmp_path: Path) -> None:
+def test_sweep_of_dry_runs(tmp_path: Path) -> None:
     result = main_ppo("-m", "recipe=quickstart", "trainer.seed=1,2", "trainer.dry_run=config", cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     fine = [line for line in result.stdout.splitlines() if line.startswith("configuration is fine")]

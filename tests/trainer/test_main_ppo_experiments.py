@@ -1,4 +1,4 @@
-"""What the experiment scripts say about their methods, run for a step on the quick start's task, where all else is small."""
+"""The methods of the experiment scripts, run for one step on the quick start's task with everything else small."""
 
 import math
 from pathlib import Path
@@ -12,14 +12,14 @@ from tests.reward_models import make_reward_model
 from tests.runs import make_task, metrics_of
 from trainer import main_ppo
 
-# The recipe learns in tests/trainer/test_main_ppo_gsm8k.py; one worker has nothing to split.
+# The learning of the recipe is in tests/trainer/test_main_ppo_gsm8k.py; one worker has nothing to split.
 METHODS = [
     name
     for name in EXPERIMENTS
     if name not in ("run_qwen2.5-0.5b_grpo_vllm.sh", "run_qwen2.5-72b_grpo_megatron_split.sh") and name.startswith("run_")
 ]
 BATCH = 16
-pytestmark = [  # pytest has filters of its own for each test, without those of workers.engine.megatron
+pytestmark = [  # pytest sets its own filters for each test, without those of workers.engine.megatron
     pytest.mark.filterwarnings(r"ignore:::megatron\."),
     pytest.mark.filterwarnings(r"ignore:`torch\.distributed:FutureWarning"),
 ]
@@ -31,7 +31,7 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_the_method_learns_a_step(name: str, task: Path, tmp_path: Path) -> None:
+def test_method_of_the_script_trains_a_step(name: str, task: Path, tmp_path: Path) -> None:
     _, _, *words = started_by(name)
     config = compose("ppo_trainer", PPOConfig, words)
     updates = config.data.train_batch_size // config.actor_rollout_ref.actor.ppo_mini_batch_size

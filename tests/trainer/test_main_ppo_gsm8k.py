@@ -1,4 +1,4 @@
-"""recipe=gsm8k_0.5b from raw rows of GSM8K to what is learnt, with a tiny Qwen2 that reads and writes digits alone."""
+"""recipe=gsm8k_0.5b from raw rows of GSM8K to a learned model, with a tiny Qwen2 that reads and writes digits only."""
 
 import json
 from pathlib import Path
@@ -9,7 +9,7 @@ from data_preprocess import gsm8k, tiny_model
 from tests.runs import metrics_of
 from trainer import main_ppo
 
-# From GSM8K's training set (Cobbe et al. 2021, arXiv:2110.14168, MIT licence), those with one digit for an answer.
+# From GSM8K's training set (Cobbe et al. 2021, arXiv:2110.14168, MIT licence): problems with a one-digit answer.
 ROWS = [
     {
         "question": "Twice Angie's age, plus 4, is 20. How old is Angie?",
@@ -34,7 +34,7 @@ ROWS = [
 
 
 @pytest.mark.parametrize("overrides", [(), pytest.param(("algorithm=ppo",), marks=pytest.mark.soak)], ids=["grpo", "ppo"])
-def test_the_recipe_learns(overrides: tuple[str, ...], tmp_path: Path) -> None:
+def test_recipe_learns(overrides: tuple[str, ...], tmp_path: Path) -> None:
     for split in ("train", "test"):
         (tmp_path / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     gsm8k.main([f"--local_dataset_path={tmp_path}", f"--local_save_dir={tmp_path}"])

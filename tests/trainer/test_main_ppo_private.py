@@ -1,4 +1,4 @@
-"""Nobody is let in, and no secret is let out: whole runs, looked at from outside."""
+"""Access from outside and leaks of secrets: complete runs, observed from outside."""
 
 import os
 import shutil
@@ -23,7 +23,7 @@ from tests.runs import REWARD, make_task, ppo_arguments, run_ppo
 
 SECRET = "s3cret-9f2c"
 ENVIRONMENT = {name: f"{SECRET}-{name}" for name in ("WANDB_API_KEY", "OPENAI_API_KEY", "HF_TOKEN")}
-# Their own YAML: secrets where they should not stand, and one where it may.
+# The user's own YAML: secrets where they are not allowed, and one where it is.
 OWN_YAML = f"""
 defaults: [ppo_trainer, _self_]
 reward:
@@ -46,7 +46,7 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def start(arguments: list[str], cwd: Path) -> subprocess.Popen[str]:
-    """stderr goes to stdout."""
+    """stderr is merged into stdout."""
     return subprocess.Popen(
         [sys.executable, "-m", "trainer.main_ppo", *arguments],
         cwd=cwd, env=os.environ | ENVIRONMENT | {"PYTHONPATH": str(ROOT)}, text=True,
@@ -59,12 +59,12 @@ def files_with_the_secret(folder: Path) -> Iterator[str]:
         try:
             if path.is_file() and SECRET.encode() in path.read_bytes():
                 yield str(path)
-        except FileNotFoundError:  # gone meanwhile
+        except FileNotFoundError:  # removed in the meantime
             continue
 
 
 def listening() -> Iterator[tuple[str, str, int]]:
-    """(process, address, port) of all sockets that our children accept connections at."""
+    """(process, address, port) of all sockets on which child processes accept connections."""
     actual = set(descendants())
     names = {process.pid: process.info["name"] for process in psutil.process_iter(["name"]) if process in actual}
     for socket in psutil.net_connections("inet"):
@@ -73,7 +73,7 @@ def listening() -> Iterator[tuple[str, str, int]]:
             yield names[socket.pid], socket.laddr.ip, socket.laddr.port
 
 
-def test_a_run_lets_no_one_in_and_no_secret_out(task: Path, tmp_path: Path) -> None:
+def test_run_listens_on_loopback_only_and_writes_no_secret(task: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     arguments = ppo_arguments(
         task, run_dir,
@@ -85,7 +85,7 @@ def test_a_run_lets_no_one_in_and_no_secret_out(task: Path, tmp_path: Path) -> N
     leaks: set[str] = set()
     while run.poll() is None:
         sockets |= set(listening())
-        leaks |= set(files_with_the_secret(run_dir))  # Ray's own logs are there as long as it runs
+        leaks |= set(files_with_the_secret(run_dir))  # Ray's own logs exist only while it runs
         time.sleep(1.0)
     message, _ = run.communicate()
     assert run.returncode == 0, message
@@ -98,8 +98,8 @@ def test_a_run_lets_no_one_in_and_no_secret_out(task: Path, tmp_path: Path) -> N
     assert stat.S_IMODE(run_dir.stat().st_mode) == 0o700
 
 
-def test_a_run_that_fails_reports_no_secret(task: Path, tmp_path: Path) -> None:
-    """Here the key is used: each error says whom it was sent to, and why nothing came back."""
+def test_failed_run_reports_no_secret(task: Path, tmp_path: Path) -> None:
+    """The key is used here: each error names the address that it was sent to, and why no reply came."""
     judge = ("reward.scorer=judge", "reward.judge.url=http://127.0.0.1:1/v1", "reward.judge.model=m", "reward.judge.retries=0")
     alone = ("reward.custom_reward_function.path=null", "reward.judge.prompt='{answer}'", "reward.num_workers=1")
     run = start(ppo_arguments(task, tmp_path / "run", *judge, *alone), tmp_path)
@@ -109,7 +109,7 @@ def test_a_run_that_fails_reports_no_secret(task: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("flags", [["--cfg", "job"], ["--cfg", "job", "--resolve"], ["--info", "config"]])
-def test_a_printed_configuration_is_without_secrets(flags: list[str], task: Path, tmp_path: Path) -> None:
+def test_printed_configuration_has_no_secrets(flags: list[str], task: Path, tmp_path: Path) -> None:
     run = start(["--config-dir", str(task), "--config-name", "own", *flags], tmp_path)
     message, _ = run.communicate()
     assert run.returncode == 0 and "api_token: '***'" in message and "endpoint: https://***@host/v1" in message
@@ -128,15 +128,15 @@ def test_a_printed_configuration_is_without_secrets(flags: list[str], task: Path
         (f"reward.judge.url=https://user:{SECRET}@host/v1", "reward.judge.url"),
     ],
 )
-def test_a_secret_on_the_command_line_is_refused(word: str, key: str, task: Path, tmp_path: Path) -> None:
+def test_secret_on_the_command_line_is_refused(word: str, key: str, task: Path, tmp_path: Path) -> None:
     run = start([*ppo_arguments(task, tmp_path / "run"), word], tmp_path)
     message, _ = run.communicate()
     assert run.returncode == 2 and message.startswith(f"error: {key}: a secret on the command line") and message.count("\n") == 1
     assert SECRET not in message and list(files_with_the_secret(tmp_path)) == []
 
 
-def test_no_pickle_is_opened(task: Path, tmp_path: Path) -> None:
-    """Neither beside a model nor in a checkpoint, whatever it is called."""
+def test_no_pickle_is_loaded(task: Path, tmp_path: Path) -> None:
+    """Neither in a model directory nor in a checkpoint, whatever its name."""
     data = malicious_pickle(tmp_path / "trace")
     shutil.copytree(task / "base", tmp_path / "base")
     run_dir = tmp_path / "run"
@@ -152,7 +152,7 @@ def test_no_pickle_is_opened(task: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("there", [False, True])
-def test_a_run_directory_is_private_unless_it_was_there(there: bool, task: Path, tmp_path: Path) -> None:
+def test_new_run_directory_is_private_and_an_existing_one_unchanged(there: bool, task: Path, tmp_path: Path) -> None:
     run_dir, dumps = tmp_path / "run", tmp_path / "dumps"
     if there:
         run_dir.mkdir(mode=0o755)
@@ -165,8 +165,8 @@ def test_a_run_directory_is_private_unless_it_was_there(there: bool, task: Path,
     assert [stat.S_IMODE(path.stat().st_mode) for path in (run_dir, dumps)] == [0o755 if there else 0o700] * 2
 
 
-def test_names_in_the_data_make_no_paths(task: Path, tmp_path: Path) -> None:
-    """Data sources and answers become names of metrics and cells of tables, never files."""
+def test_names_in_the_data_become_no_paths(task: Path, tmp_path: Path) -> None:
+    """Data sources and responses become names of metrics and cells of tables, never files."""
     rows = pq.read_table(task / "test.parquet").to_pylist()
     for i, row in enumerate(rows):
         row["data_source"] = f"../../{'escaped' if i % 2 else '/escaped'}"

@@ -1,4 +1,4 @@
-"""No key is dead: every leaf of trainer.main_ppo is read by a run, or by a function that a run calls with its configuration."""
+"""Every leaf of trainer.main_ppo is read by a run, or by a function that a run calls with its configuration."""
 
 import json
 import os
@@ -69,22 +69,22 @@ GRPO = (
     "algorithm.rollout_correction.rollout_rs_threshold=0.5_2", f"{ACTOR}.policy_loss.loss_mode=clip_cov",
     f"{ACTOR}.optim.lr_scheduler_type=cosine", "reward.reward_model.enable=true", f"{ROLLOUT}.n=2",
 )  # fmt: skip
-"""With an adapter, a reward model, whole groups alone, corrections and what shapes the reward."""
+"""With an adapter, a reward model, group filtering, corrections and reward shaping."""
 MEGATRON = (
     "algorithm=ppo", f"{ACTOR}.strategy=megatron", f"{ACTOR}.megatron.param_offload=true", "reward.reward_model.enable=true",
     f"{ACTOR}.use_kl_loss=true", f"{ACTOR}.calculate_entropy=true", "algorithm.rollout_correction.bypass_mode=true",
     "trainer.total_training_steps=1", "trainer.save_freq=5", "alarms.entropy.bound=99", "alarms.entropy.patience=1",
     "alarms.entropy.action=rollback", "alarms.max_rollbacks=0", f"{ROLLOUT}.n=2",
 )  # fmt: skip
-"""Every role on Megatron; it ends where an alarm asks for a rollback, of which there may be none."""
+"""Every role on Megatron; ends when an alarm requests a rollback although none is allowed."""
 FOLLOWED = {
     f"{ACTOR}.clip_ratio": (0.3, {f"{ACTOR}.clip_ratio_low", f"{ACTOR}.clip_ratio_high"}),
     "algorithm.rollout_correction.mismatch_bound": (0.3, {"alarms.mismatch.bound"}),
 }
-"""Another value, and the leaves whose default it is."""
+"""A different value, and the leaves that have it as default."""
 
 
-class Opinions(Server):
+class JudgeAndRewards(Server):
     """A judge, and a reward server."""
 
     def reply_to(self, n: int, body: Any) -> Reply:
@@ -97,7 +97,7 @@ def config_of(*overrides: str) -> PPOConfig:
     return compose("ppo_trainer", PPOConfig, overrides)
 
 
-def engines_are_asked_for(model: Path, patch: pytest.MonkeyPatch) -> None:
+def build_engines(model: Path, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(sglang_engine, "Client", Recorder)
     for name in ("vllm", "sglang"):
         config = config_of(f"{ROLLOUT}.name={name}", f"{MODEL}.path={model}", f"{ROLLOUT}.tensor_model_parallel_size=1")
@@ -109,7 +109,7 @@ def engines_are_asked_for(model: Path, patch: pytest.MonkeyPatch) -> None:
             assert sglang_engine.SGLangRollout(spec, place()).bucket_bytes > 0
 
 
-def losses_are_computed() -> None:
+def compute_losses() -> None:
     for mode in ("kl_cov", "clip_cov", "vanilla"):
         loss = ActorLoss(ActorLossConfig.of(config_of(f"{ACTOR}.policy_loss.loss_mode={mode}"), old_log_probs_from_update=False))
         x = torch.linspace(-2, -1, 8)
@@ -119,12 +119,12 @@ def losses_are_computed() -> None:
         assert loss(dict.fromkeys(loss.needs, batch.tokens["log_probs"]), batch)[0].isfinite().all()
 
 
-def groups_are_looked_at() -> None:
-    """Those of GDPO, by two rewards; and of a batch that is not full when no more rounds may come."""
+def evaluate_groups() -> None:
+    """GDPO's advantages of two rewards; and a batch that is not full at the maximum number of rounds."""
     one, other = torch.tensor([1.0, 0.0]), torch.tensor([0.0, 1.0])
     named: dict[str, Any] = {"rewards": {"a": one, "b": other}, "gdpo_reward_weights": [3, 1]}
     found, _ = advantages("gdpo", torch.eye(2), torch.ones(2, 2), [0, 0], **named)
-    assert (found[0] > 0).all() and (found[1] < 0).all(), "the first reward counts for more"
+    assert (found[0] > 0).all() and (found[1] < 0).all(), "the first reward has more weight"
     filtering = config_of("algorithm.filter_groups.max_num_gen_batches=1").algorithm.filter_groups
     tally = Tally(filtering, wanted=2, rounds_per_epoch=9)
     tally.add(["kept"], [1.0])
@@ -132,8 +132,8 @@ def groups_are_looked_at() -> None:
         tally.check_another(step=1)
 
 
-def answers_are_scored() -> None:
-    with Opinions() as server, server.listening():
+def score_responses() -> None:
+    with JudgeAndRewards() as server, server.listening():
         url = f"http://127.0.0.1:{server.server_port}"
         servers = (f"reward.judge.url={url}", "reward.judge.model=x", f"reward.remote_urls=[{url}]")
         reward = config_of("reward.num_workers=0", *servers).reward
@@ -150,8 +150,8 @@ def answers_are_scored() -> None:
             assert [score.value for score in rewards.score([Response("mine", "4", "4", {}, True, "", "")])] == [1.0]
 
 
-def a_scoring_process_starts(patch: pytest.MonkeyPatch) -> None:
-    """In this process, so that its limits are noted and not set."""
+def start_scoring_process(patch: pytest.MonkeyPatch) -> None:
+    """In this process, so that its limits are recorded and not set."""
     limits: list[int] = []
     patch.setattr(worker, "_limit_memory", limits.append)
     patch.setattr(worker, "die_with_parent", lambda parent: None)
@@ -163,8 +163,8 @@ def a_scoring_process_starts(patch: pytest.MonkeyPatch) -> None:
     actual.close()
 
 
-def a_sick_run_is_seen() -> None:
-    """Everything is as usual for ten steps, then nothing is."""
+def evaluate_alarms() -> None:
+    """Metrics are usual for ten steps, then all diverge."""
     output = "{bound:0.5,action:warn,patience:1}"
     names = [key.split(".")[1] for key in keys_of(PPOConfig).leaves if key.startswith("alarms.") and key.endswith(".bound")]
     alarms = ppo_alarms(config_of(*(f"alarms.{name}={output}" for name in names)))
@@ -184,13 +184,13 @@ def a_sick_run_is_seen() -> None:
     assert rung == set(names)
 
 
-def a_worker_dies(run_dir: Path) -> None:
+def fail_a_worker(run_dir: Path) -> None:
     with pytest.raises(WorkerError):
         RunLifecycle(config_of("trainer.max_restarts=0").trainer, run_dir).handle_failure(WorkerError(0, "update", "killed"))
 
 
-def ray_is_joined(run_dir: Path, patch: pytest.MonkeyPatch) -> None:
-    """As far as Ray's own part of it."""
+def join_ray(run_dir: Path, patch: pytest.MonkeyPatch) -> None:
+    """Up to the calls of Ray itself."""
     asked: list[dict[str, Any]] = []
     patch.setattr(ray_backend, "RayBackend", lambda **arguments: asked.append(arguments))
     config = config_of("trainer.device=cpu")
@@ -204,7 +204,7 @@ def code_of(task: Path, run_dir: Path, *overrides: str) -> int:
 
 @pytest.fixture(scope="module")
 def read(no_process_left_behind: None, tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, str]:
-    """Leaves that are read, and by whom."""
+    """Leaves that are read, with their first reader."""
     folder = tmp_path_factory.mktemp("reads")
     task = make_task(folder / "task", train_size=32, test_size=4, sft_size=32)
     judge = f"reward.reward_model.path={make_reward_model(folder / 'judge', seed=1)}"
@@ -215,17 +215,17 @@ def read(no_process_left_behind: None, tmp_path_factory: pytest.TempPathFactory)
         assert code_of(task, folder / "first", *first, *again) == 0
         run_ppo(task, folder / "second", *GRPO, judge)
         assert code_of(task, folder / "third", *MEGATRON, judge) == 3
-        for part in (losses_are_computed, groups_are_looked_at, answers_are_scored, a_sick_run_is_seen):
+        for part in (compute_losses, evaluate_groups, score_responses, evaluate_alarms):
             part()
-        engines_are_asked_for(task / "base", patch)
-        a_scoring_process_starts(patch)
-        a_worker_dies(folder / "fourth")
-        ray_is_joined(folder / "fifth", patch)
+        build_engines(task / "base", patch)
+        start_scoring_process(patch)
+        fail_a_worker(folder / "fourth")
+        join_ray(folder / "fifth", patch)
     close_fork_servers()
     return reads.leaves
 
 
-def test_a_read_counts_where_the_node_stands_and_a_look_at_everything_does_not() -> None:
+def test_read_of_a_leaf_counts_and_a_dump_of_the_tree_does_not() -> None:
     with recorded() as reads:
         config = config_of()
         check_ppo(config, (), needs_values=True)
@@ -237,14 +237,14 @@ def test_a_read_counts_where_the_node_stands_and_a_look_at_everything_does_not()
         assert config.actor_rollout_ref.ref.sharding is config.actor_rollout_ref.ref.fsdp_config
         assert reads.leaves.keys() == {"critic.optim.weight_decay", "timeouts.save", "actor_rollout_ref.ref.strategy"}
         assert config.actor_rollout_ref.ref.fsdp_config.dtype and "actor_rollout_ref.ref.fsdp_config" in reads.leaves
-        assert set(reads.leaves.values()) == {__name__}, "not the property's module"
-    assert config.actor_rollout_ref.actor.ppo_epochs and len(reads.leaves) == 4, "it is over"
+        assert set(reads.leaves.values()) == {__name__}, "the reader must be the module that uses the property"
+    assert config.actor_rollout_ref.actor.ppo_epochs and len(reads.leaves) == 4, "reads after the block do not count"
 
 
 def test_every_leaf_is_read(read: Mapping[str, str]) -> None:
-    """But for one that others follow: what it says is read of them."""
+    """Except leaves that others interpolate: their value is read through those."""
     written, leaves = described(CONFIG_DIR / "ppo_trainer.yaml"), keys_of(PPOConfig).leaves
-    assert {reader.partition(".")[0] for reader in read.values()} == {"trainer", "workers"}, "and no test"
+    assert {reader.partition(".")[0] for reader in read.values()} == {"trainer", "workers"}, "a test must not count as reader"
     assert leaves.keys() - read.keys() == FOLLOWED.keys()
     for leaf, (value, followers) in FOLLOWED.items():
         plain, changed = (flat(config_of(*typed)) for typed in ((), (f"{leaf}={value}",)))
@@ -253,5 +253,5 @@ def test_every_leaf_is_read(read: Mapping[str, str]) -> None:
 
 
 def flat(config: PPOConfig) -> dict[str, Any]:
-    """By leaf."""
+    """The configuration by leaf."""
     return {leaf: reduce(getattr, leaf.split("."), config) for leaf in keys_of(PPOConfig).leaves}

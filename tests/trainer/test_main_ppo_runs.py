@@ -1,4 +1,4 @@
-"""What users of verl type, run for real: two workers, two steps, a clean end."""
+"""Command lines of verl's users, run for real: two workers, two steps, a clean end."""
 
 import json
 import os
@@ -12,12 +12,12 @@ import pytest
 from configs.base.keys import CONFIG_DIR
 from data_preprocess import tiny_model
 from data_preprocess.writer import rl_row, write
-from tests.trainer.verl_commands import LONG_ANSWERS, MADE_SMALL, SMALL_BATCH
+from tests.trainer.verl_commands import LONG_ANSWERS, SMALL_BATCH, SMALL_RUN
 
 
 @pytest.fixture(scope="module")
 def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny model that reads text, and two small data sets where the command lines look for them."""
+    """A tiny model that reads text, and two small data sets at the paths of the command lines."""
     folder = tmp_path_factory.mktemp("verl")
     alphabet = "".join(map(chr, range(32, 127)))
     tiny_model.main([f"--save_dir={folder / 'model'}", "--hidden_size=32", f"--alphabet={alphabet}"])
@@ -35,8 +35,8 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
     "command",
     [pytest.param(SMALL_BATCH, id="small_batch"), pytest.param(LONG_ANSWERS, id="long_answers", marks=pytest.mark.soak)],
 )
-def test_command_lines_of_verl_train_as_they_are_typed(command: str, task: Path, tmp_path: Path) -> None:
-    small = [f"actor_rollout_ref.model.path={task}/model", f"critic.model.path={task}/model", *MADE_SMALL]
+def test_verl_command_lines_train_unchanged(command: str, task: Path, tmp_path: Path) -> None:
+    small = [f"actor_rollout_ref.model.path={task}/model", f"critic.model.path={task}/model", *SMALL_RUN]
     shell = f'python3() {{ "{sys.executable}" "$@" {" ".join(small)}; }}\n{command}'
     places = {"PYTHONPATH": str(CONFIG_DIR.parent), "DATA_DIR": f"{task}/data"}
     environment = places | {"TIME": "now", "TANDEM_TEST_RUN": str(tmp_path)}
@@ -57,12 +57,12 @@ def test_command_lines_of_verl_train_as_they_are_typed(command: str, task: Path,
 
 
 def survivors(mark: str) -> list[str]:
-    """Processes that the run left behind, known by what they inherited."""
+    """Processes that the run left behind, found by their inherited environment."""
     found = []
     for process in psutil.process_iter():
         try:
             if process.environ().get("TANDEM_TEST_RUN") == mark and process.status() != psutil.STATUS_ZOMBIE:
                 found.append(" ".join(process.cmdline()))
-        except psutil.Error:  # another user's, or gone by now
+        except psutil.Error:  # of another user, or no longer running
             continue
     return found

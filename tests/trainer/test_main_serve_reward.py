@@ -1,4 +1,4 @@
-"""The program: what it refuses in a line, what it prints, and how it ends."""
+"""The program: invalid arguments, its output, and how it ends."""
 
 import json
 import os
@@ -17,7 +17,7 @@ from trainer import main_serve_reward
 from trainer.rewards.remote.remote_rewards import RemoteRewards
 from trainer.rewards.scoring import Response, Score
 
-# Children of its own, as a careless function has them.
+# Starts child processes, as a careless user function may.
 FUNCTION = """
 import subprocess, time
 
@@ -31,7 +31,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
 
 
 @pytest.mark.parametrize(("number", "code", "busy"), [(signal.SIGTERM, 143, True), (signal.SIGINT, 130, False)])
-def test_a_signal_ends_it_and_all_that_it_has_started(number: int, code: int, busy: bool, tmp_path: Path) -> None:
+def test_signal_ends_the_server_and_its_child_processes(number: int, code: int, busy: bool, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(FUNCTION)
     words = [f"reward.scorer={tmp_path}/mine.py:compute_score", "reward.num_workers=2", "server.log_every=2"]
     with program(*words, f"trainer.default_local_dir={tmp_path}/run") as server:
@@ -42,14 +42,14 @@ def test_a_signal_ends_it_and_all_that_it_has_started(number: int, code: int, bu
         family = psutil.Process(server.pid).children(recursive=True)
         assert {process.name() for process in family} >= {"sleep"} and len(family) == 3
         waiting = socket.create_connection(("127.0.0.1", int(re.findall(r":(\d+)/", url)[0])), 10.0)
-        if busy:  # in the middle of a request, which is told so
+        if busy:  # during a request, which gets an error reply
             body = json.dumps({"query": ["wait"]}).encode()
             head = f"Host: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
             waiting.sendall(b"POST /get_reward HTTP/1.1\r\n" + head.encode() + body)
             time.sleep(0.5)
         server.send_signal(number)
         if busy:
-            reply = waiting.makefile("rb").read()  # until it is closed
+            reply = waiting.makefile("rb").read()  # until the connection closes
             assert reply.startswith(b"HTTP/1.1 503") and b"the server is stopping" in reply
         waiting.close()
         _, message = server.communicate(timeout=30.0)
@@ -76,13 +76,13 @@ def test_a_signal_ends_it_and_all_that_it_has_started(number: int, code: int, bu
         (["reward.remote_urls=[http://127.0.0.1:1]"], r"reward\.remote_urls: there is no such key"),
     ],
 )
-def test_what_is_wrong_is_one_line(
+def test_invalid_configuration_is_a_one_line_error(
     overrides: list[str], line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     monkeypatch.delenv("REWARD_SERVER_TOKEN", raising=False)
     monkeypatch.setenv("SHORT_TOKEN", "abcde")
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]  # also where another thing is wrong: a server that did not see it would not run here
+        port = taken.getsockname()[1]  # used also for other errors: a server that missed them would not start here
         typed = [f"server.port={port}", *(override.format(taken=port) for override in overrides)]
         words = ["reward.num_workers=0", f"trainer.default_local_dir={tmp_path}", *typed]
         assert main_serve_reward.PROGRAM(words) == 2
@@ -90,7 +90,7 @@ def test_what_is_wrong_is_one_line(
     assert len(output) == 1 and re.match(f"error: {line}", output[0]), output
 
 
-def test_without_the_extra_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_extra_is_an_error_that_names_it(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr("trainer.serving.reward_server.find_spec", lambda name: None)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         assert main_serve_reward.PROGRAM(["reward.scorer=gsm8k", f"server.port={taken.getsockname()[1]}"]) == 2
@@ -101,7 +101,7 @@ def test_without_the_extra_it_says_what_to_install(monkeypatch: pytest.MonkeyPat
     )
 
 
-def test_a_dry_run_starts_nothing(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dry_run_starts_nothing(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("REWARD_SERVER_TOKEN", "correct-horse")
     assert main_serve_reward.PROGRAM(["reward.scorer=math", "server.host=0.0.0.0", "trainer.dry_run=config"]) == 0
     assert capsys.readouterr().out.startswith("configuration is fine: ")

@@ -12,7 +12,7 @@ from trainer.main_translate import translate
 
 
 @pytest.mark.parametrize("between", [["--"], []])
-def test_the_translation_is_printed(between: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_translation_is_printed(between: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert translate(["openrlhf", *between, *PPO.split()]) == 0
     assert capsys.readouterr().out == translated(PPO) + "\n"
 
@@ -29,7 +29,7 @@ def test_the_translation_is_printed(between: list[str], capsys: pytest.CaptureFi
         ("trl -- --x", "trl: no command lines of it are known; openrlhf"),
     ],
 )
-def test_a_mistake_is_one_line(words: str, line: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_argument_is_a_one_line_error(words: str, line: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert translate(words.split()) == 2
     out, err = capsys.readouterr()
     assert out == "" and err.startswith(f"error: {line}") and err.count("\n") == 1
@@ -41,8 +41,8 @@ def test_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert "train_ppo_ray, train_sft, train_rm, batch_inference" in out
 
 
-def test_as_it_is_typed(tmp_path: Path) -> None:
-    """The program's own process, whose output goes to bash."""
+def test_output_is_a_command_for_bash(tmp_path: Path) -> None:
+    """In a separate process, whose output bash runs."""
     shell = (
         f'set -e; python() {{ "{sys.executable}" "$@"; }}; export -f python\n'
         f"python -m trainer.main_translate openrlhf -- {PPO} > run.sh\n"

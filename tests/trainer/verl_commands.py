@@ -1,4 +1,4 @@
-"""Two command lines as users of verl type them today, the module's name ours. Tests run the text as it stands."""
+"""Two command lines as users of verl type them today, with this project's module name. Tests run the text unchanged."""
 
 SMALL_BATCH = """
 python3 -m trainer.main_ppo \\
@@ -87,8 +87,8 @@ python3 -m trainer.main_ppo \\
     trainer.total_epochs=15
 """
 
-# What stands at the end of the line to run it small: the models and the data come beside it.
-MADE_SMALL = (
+# Appended to the command line to make the run small; models and data are given separately.
+SMALL_RUN = (
     "actor_rollout_ref.rollout.name=embedded",
     "trainer.device=cpu",
     "trainer.n_gpus_per_node=2",

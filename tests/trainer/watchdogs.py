@@ -1,4 +1,4 @@
-"""A watchdog with time for everything, but for what a test says."""
+"""A watchdog without limits, except those that a test sets."""
 
 from pathlib import Path
 

@@ -9,7 +9,7 @@ lengths = st.lists(st.integers(0, 9), min_size=1, max_size=12)
 
 
 def numbered(sizes: list[int]) -> Batch:
-    """Every token says its row and position, so that a misplaced one shows."""
+    """Every token encodes its row and position, so that a misplaced one shows."""
     total = sum(sizes)
     return Batch(
         lengths=torch.tensor(sizes),
@@ -37,7 +37,7 @@ def as_lists(batch: Batch) -> list[tuple]:
 
 
 @given(lengths, st.data())
-def test_select_takes_whole_rows_in_the_order_asked(sizes: list[int], data: st.DataObject) -> None:
+def test_select_takes_rows_in_the_requested_order(sizes: list[int], data: st.DataObject) -> None:
     batch = numbered(sizes)
     wanted = data.draw(st.lists(st.integers(0, len(sizes) - 1), max_size=15))
     rows = as_lists(batch)
@@ -59,7 +59,7 @@ def test_segments_and_positions_name_each_token(sizes: list[int]) -> None:
     assert batch.offsets.tolist() == [sum(sizes[:i]) for i in range(len(sizes) + 1)]
 
 
-def test_union_takes_the_others_columns_and_refuses_other_rows() -> None:
+def test_union_adds_columns_and_refuses_other_rows() -> None:
     batch = numbered([2, 3])
     united = batch | Batch(lengths=batch.lengths, tokens={"values": torch.zeros(5), "log_probs": torch.ones(5)}, meta={"step": 2})
     assert united.tokens.keys() == {"input_ids", "log_probs", "values"}
@@ -73,6 +73,6 @@ def test_concat_refuses_unequal_columns() -> None:
         Batch.concat([numbered([1]), numbered([1]).only(tokens=["input_ids"], rows=["uid"])])
 
 
-def test_a_column_of_the_wrong_length_is_refused() -> None:
+def test_column_of_the_wrong_length_is_refused() -> None:
     with pytest.raises(AssertionError, match=r"tokens\['input_ids'\] has 4 entries, the batch 5 tokens"):
         Batch(lengths=torch.tensor([2, 3]), tokens={"input_ids": torch.zeros(4)})

@@ -1,4 +1,4 @@
-"""Kernels that repeat themselves: what is asked of torch, and what torch says that it cannot do."""
+"""Deterministic kernels: settings of torch, and kernels that torch reports as nondeterministic."""
 
 import warnings
 
@@ -9,7 +9,7 @@ from workers.determinism import deterministic_kernels, make_backward_determinist
 
 
 class State(torch.autograd.Function):
-    """x -> x; its backward notes what torch would do about a kernel that does not repeat itself."""
+    """x -> x; its backward records torch's reaction to a nondeterministic kernel."""
 
     seen: list[tuple[bool, bool]]
 
@@ -23,7 +23,7 @@ class State(torch.autograd.Function):
         return grad
 
 
-def test_torch_is_asked_and_left_as_it_was() -> None:
+def test_settings_of_torch_are_set_and_restored() -> None:
     before = warnings.showwarning, list(warnings.filters)
     with deterministic_kernels():
         assert torch.are_deterministic_algorithms_enabled() and torch.is_deterministic_algorithms_warn_only_enabled()
@@ -32,7 +32,7 @@ def test_torch_is_asked_and_left_as_it_was() -> None:
     assert (warnings.showwarning, list(warnings.filters)) == before
 
 
-def test_kernels_that_do_not_repeat_themselves_are_named_and_other_warnings_are_shown() -> None:
+def test_nondeterministic_kernels_are_named_and_other_warnings_shown() -> None:
     with warnings.catch_warnings(record=True) as shown, deterministic_kernels() as kernels:
         for _ in range(2):
             torch.zeros(3).put_(torch.tensor([0]), torch.ones(1))
@@ -42,8 +42,8 @@ def test_kernels_that_do_not_repeat_themselves_are_named_and_other_warnings_are_
     assert [str(warning.message) for warning in shown] == ["something else"]
 
 
-def test_the_backward_of_attention_alone_is_strict() -> None:
-    """FlashAttention's backward repeats itself only where torch would refuse what does not."""
+def test_only_the_backward_of_attention_is_strict() -> None:
+    """FlashAttention's backward is deterministic only if torch would refuse nondeterministic kernels."""
     State.seen = []
     x = torch.ones(2, requires_grad=True)
     with deterministic_kernels():
@@ -55,4 +55,4 @@ def test_the_backward_of_attention_alone_is_strict() -> None:
     attended = State.apply(x)
     make_backward_deterministic(attended)
     attended.sum().backward()
-    assert State.seen == [(False, False)], "it was not asked for"
+    assert State.seen == [(False, False)], "without the setting"

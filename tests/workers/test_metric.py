@@ -34,8 +34,8 @@ def test_unlike_kinds_do_not_join() -> None:
 
 
 @given(st.lists(st.lists(st.floats(-9, 9, width=32), max_size=8), min_size=1, max_size=6))
-def test_quantiles_of_joined_samples_are_those_of_the_whole(parts: list[list[float]]) -> None:
-    """As a percentile of all values; nothing of none."""
+def test_quantiles_of_joined_samples_equal_those_of_all_values(parts: list[list[float]]) -> None:
+    """Equal to a percentile of all values; no metric without values."""
     samples = [Sample.where(torch.tensor([*part, 99.0]), torch.tensor([1.0] * len(part) + [0.0])) for part in parts]
     found = plain_numbers(join_metrics([{"ratio": sample, "n": Metric.sum(len(sample.values))} for sample in samples]))
     whole = [value for part in parts for value in part]
@@ -43,12 +43,12 @@ def test_quantiles_of_joined_samples_are_those_of_the_whole(parts: list[list[flo
     assert found == pytest.approx(expected | {"n": len(whole)}, rel=1e-6, abs=1e-6)
 
 
-def test_a_number_and_a_sample_do_not_join() -> None:
+def test_number_and_sample_do_not_join() -> None:
     with pytest.raises(AssertionError, match="cannot join"):
         join_metrics([{"ratio": Metric.sum(1.0)}, {"ratio": Sample.where(torch.ones(2), torch.ones(2))}])
 
 
-def test_an_extreme_of_nothing_is_no_number() -> None:
+def test_extreme_of_no_values_is_nan() -> None:
     nothing, something = torch.zeros(2), torch.ones(2)
     found = {name: masked_extreme(torch.tensor([3.0, 5.0]), mask, "max") for name, mask in (("a", nothing), ("b", something))}
     assert plain_numbers(found) == {"b": 5.0}
@@ -56,7 +56,7 @@ def test_an_extreme_of_nothing_is_no_number() -> None:
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_a_mean_over_tokens_does_not_see_those_outside_the_mask(value: float) -> None:
+def test_mean_over_tokens_excludes_those_outside_the_mask(value: float) -> None:
     values, mask = torch.tensor([1.0, value, 3.0]), torch.tensor([1.0, 0.0, 1.0])
     assert Metric.token_mean(values, mask) == Metric(2.0, "mean", 2.0) == Metric.token_mean(values, mask.bool())
     assert not math.isfinite(Metric.token_mean(values, torch.ones(3)).value)

@@ -1,4 +1,4 @@
-"""Whether a model's files are there: problems are reported in one line, before anything is loaded."""
+"""Checks of a model's files: problems are reported in one line, before anything is loaded."""
 
 import json
 from pathlib import Path
@@ -12,12 +12,12 @@ from workers.model_path import check_files, check_tokenizer, model_path, no_dire
 
 
 @pytest.mark.parametrize("path", ["/no/such/model", "./nothing", "~/nothing", "a/b/c"])
-def test_a_local_path_that_is_not_there_is_not_looked_for_elsewhere(path: str) -> None:
+def test_missing_local_path_is_not_looked_up_on_the_hub(path: str) -> None:
     with pytest.raises(FileNotFoundError, match="no such directory"):
         model_path(tiny.model_config(path))
 
 
-def test_a_directory_without_a_model(tmp_path: Path) -> None:
+def test_directory_without_a_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"no config\.json there"):
         model_path(tiny.model_config(str(tmp_path)))
     tiny_config().save_pretrained(tmp_path)
@@ -25,13 +25,13 @@ def test_a_directory_without_a_model(tmp_path: Path) -> None:
         model_path(tiny.model_config(str(tmp_path)))
 
 
-def test_a_path_from_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_home_directory_is_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     save_tiny_model(tmp_path / "mine")
     assert model_path(tiny.model_config("~/mine")) == str(tmp_path / "mine")
 
 
-def test_a_hub_name_is_left_alone() -> None:
+def test_hub_name_is_unchanged() -> None:
     assert model_path(tiny.model_config("Qwen/Qwen3-0.6B")) == "Qwen/Qwen3-0.6B"
     check_files("Qwen/Qwen3-0.6B", "model.path")
     check_tokenizer(tiny.model_config("Qwen/Qwen3-0.6B"), "model")
@@ -45,7 +45,7 @@ def wrong(path: Path) -> str:
     return line.removeprefix(f"actor.model.path={path}: ")
 
 
-def test_files_that_are_not_whole(tmp_path: Path) -> None:
+def test_incomplete_files_are_refused(tmp_path: Path) -> None:
     save_tiny_model(tmp_path)
     check_files(str(tmp_path), "actor.model.path")
     weights = tmp_path / "model.safetensors"
@@ -77,13 +77,13 @@ def test_files_that_are_not_whole(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["tokenizer.model", "qwen.tiktoken", "vocab.json", "vocab.txt", "spiece.model"])
-def test_a_tokenizer_of_an_older_kind(name: str, tmp_path: Path) -> None:
+def test_tokenizer_of_an_older_format_is_accepted(name: str, tmp_path: Path) -> None:
     (tmp_path / name).touch()
     check_tokenizer(tiny.model_config(str(tmp_path)), "model")
 
 
 @pytest.mark.parametrize("name", ["base", "a/b"])
-def test_a_file_is_no_hub_name(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_existing_file_is_not_taken_for_a_hub_name(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / name).parent.mkdir(exist_ok=True)
     (tmp_path / name).touch()
@@ -91,7 +91,7 @@ def test_a_file_is_no_hub_name(name: str, tmp_path: Path, monkeypatch: pytest.Mo
         check_files(name, "model.path")
 
 
-def test_a_directory_without_a_tokenizer(tmp_path: Path) -> None:
+def test_directory_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
     model, other = save_tiny_model(tmp_path / "model"), tmp_path / "tokenizer"
     with pytest.raises(FileNotFoundError) as error:
         check_tokenizer(tiny.model_config(model), "critic.model")
@@ -103,7 +103,7 @@ def test_a_directory_without_a_tokenizer(tmp_path: Path) -> None:
     check_tokenizer(tiny.model_config(model, tokenizer_path=str(other)), "critic.model")
 
 
-def test_a_name_that_the_hub_has_not_may_have_been_a_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_hub_name_is_reported_as_a_possible_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for name in ("warm", "base"):
         (tmp_path / "data" / name).mkdir(parents=True)

@@ -33,7 +33,7 @@ def test_collect_undoes_split(sizes: list[int], n_ranks: int, limit: Limits) -> 
     assert as_lists(plan.collect(plan.split(batch))) == as_lists(batch)
 
 
-def test_a_rank_that_is_alone_gets_the_batch_itself() -> None:
+def test_single_rank_gets_the_batch_itself() -> None:
     batch = numbered([3, 1, 2])
     plan = make_plan([3, 1, 2], 1, Limits(max_rows=2))
     assert plan.shards == ((0, 1, 2),)
@@ -45,8 +45,8 @@ def test_a_rank_that_is_alone_gets_the_batch_itself() -> None:
 
 
 @given(st.lists(st.integers(1, 300), min_size=40, max_size=80), st.integers(2, 4))
-def test_ranks_carry_even_costs(sizes: list[int], n_ranks: int) -> None:
-    """Largest first is within one row of even."""
+def test_costs_of_ranks_are_balanced(sizes: list[int], n_ranks: int) -> None:
+    """Largest first differs from an even split by at most one row."""
     costs = row_costs(sizes, 1e-3)
     plan = make_plan(sizes, n_ranks, Limits(max_rows=4), attention_cost=1e-3)
     loads = [sum(costs[row] for row in share) for share in plan.shards]
@@ -56,7 +56,7 @@ def test_ranks_carry_even_costs(sizes: list[int], n_ranks: int) -> None:
 @example([5, 4, 3, 1, 1, 1], 2, 0.0)  # 5 + 1 + 1 and 4 + 3
 @given(st.lists(st.integers(1, 9), max_size=60), st.integers(1, 6), st.sampled_from([0.0, 1e-3]))
 def test_ranks_are_filled_largest_first_by_the_least_loaded(sizes: list[int], n_ranks: int, attention_cost: float) -> None:
-    """Written out: every row looks at every rank. Of those with the same load the one with fewer rows gets it."""
+    """Reference: every row is compared with every rank. Among ranks of equal load, the one with fewer rows gets it."""
     costs = row_costs(sizes, attention_cost)
     parts: list[list[int]] = [[] for _ in range(n_ranks)]
     for row in sorted(range(len(sizes)), key=lambda row: (-costs[row], row)):
@@ -75,8 +75,8 @@ def test_first_fit_is_the_first_that_fits(sizes: list[int], room: int, descendin
         free[home] -= size
 
 
-def test_the_time_of_a_plan_grows_with_its_rows_alone() -> None:
-    """Four times the rows, four times as many micro-batches: sixteen times the time, where each row looks at each of them."""
+def test_time_of_a_plan_is_linear_in_its_rows() -> None:
+    """Four times the rows, four times as many micro-batches: sixteen times the time if each row is compared with each of them."""
 
     def best(n: int) -> float:
         sizes = [20 + 37 * i % 121 for i in range(n)]
@@ -90,12 +90,12 @@ def test_the_time_of_a_plan_grows_with_its_rows_alone() -> None:
     assert best(8192) < 8 * best(2048)
 
 
-def test_a_long_row_gets_fewer_companions() -> None:
+def test_micro_batch_of_a_long_row_has_fewer_rows() -> None:
     plan = make_plan([100, *[1] * 60], 2, Limits(max_rows=100))
     assert sorted(map(len, plan.shards)) == [1, 60]
 
 
-def test_a_row_over_the_budget_is_refused_with_both_numbers() -> None:
+def test_row_over_the_limit_is_refused_with_both_numbers() -> None:
     with pytest.raises(ValueError, match=r"row 1 has 301 tokens, the micro-batch budget is 300"):
         make_plan([10, 301], 1, Limits(max_tokens=300))
 
@@ -104,7 +104,7 @@ uids = st.lists(st.integers(0, 20), min_size=1, max_size=60)
 
 
 @given(uids, st.integers(1, 7), st.one_of(st.none(), st.integers(0, 99)))
-def test_mini_batches_keep_groups_whole_and_cover_each_row_once(rows: list[int], n_groups: int, seed: int | None) -> None:
+def test_mini_batches_have_complete_groups_and_each_row_once(rows: list[int], n_groups: int, seed: int | None) -> None:
     parts = mini_batches(rows, n_groups, seed=seed)
     assert sorted(row for part in parts for row in part) == list(range(len(rows)))
     homes = [{rows[row] for row in part} for part in parts]
@@ -113,8 +113,8 @@ def test_mini_batches_keep_groups_whole_and_cover_each_row_once(rows: list[int],
 
 
 @given(st.permutations(list(range(24))), st.integers(0, 99))
-def test_shuffled_membership_depends_on_seed_and_uid_alone(order: list[int], seed: int) -> None:
-    """Rows in another order: the same groups meet."""
+def test_shuffled_mini_batches_depend_only_on_seed_and_uid(order: list[int], seed: int) -> None:
+    """Rows in another order: the same groups are in each mini-batch."""
     plain = {frozenset(part) for part in mini_batches(list(range(24)), 4, seed=seed)}
     moved = {frozenset(order[row] for row in part) for part in mini_batches(order, 4, seed=seed)}
     assert plain == moved
@@ -145,13 +145,13 @@ groups_of_rows = st.lists(
 
 
 def shared_rows(groups: list[tuple[int, list[int]]]) -> SharedRows:
-    """groups: (prompt, answers), in tokens."""
+    """groups: (prompt, responses), in tokens."""
     rows = [(prompt + answer, prompt, group) for group, (prompt, answers) in enumerate(groups) for answer in answers]
     return SharedRows(*zip(*rows, strict=True))
 
 
 @given(groups_of_rows, st.integers(1, 5), st.integers(100, 400))
-def test_shared_rows_are_each_in_one_slot_and_what_is_computed_is_under_the_cap(
+def test_shared_rows_are_each_in_one_slot_with_computed_tokens_under_the_cap(
     groups: list[tuple[int, list[int]]], n_ranks: int, cap: int
 ) -> None:
     rows = shared_rows(groups)
@@ -164,20 +164,20 @@ def test_shared_rows_are_each_in_one_slot_and_what_is_computed_is_under_the_cap(
 
 
 @given(groups_of_rows, st.integers(1, 5), st.integers(100, 400))
-def test_sharing_never_costs_the_dearest_rank_more(groups: list[tuple[int, list[int]]], n_ranks: int, cap: int) -> None:
+def test_sharing_never_raises_the_maximum_cost_of_a_rank(groups: list[tuple[int, list[int]]], n_ranks: int, cap: int) -> None:
     rows, limits = shared_rows(groups), Limits(max_tokens=cap)
     plans = rows.plan(n_ranks, limits, attention_cost=1e-3), make_plan(rows.lengths, n_ranks, limits, attention_cost=1e-3)
     actual, plain = (max(sum(rows.cost(part, 1e-3) for part in cut) for cut in plan.rows_by_rank()) for plan in plans)
     assert actual <= EVEN * plain
 
 
-def test_a_shared_row_over_the_budget_is_refused_too() -> None:
+def test_shared_row_over_the_limit_is_refused() -> None:
     rows = shared_rows([(100, [10, 201])])
     with pytest.raises(ValueError, match=r"row 1 has 301 tokens, the micro-batch budget is 300"):
         rows.plan(1, Limits(max_tokens=300))
 
 
-def test_groups_stay_whole_on_one_rank_and_are_halved_where_that_is_even() -> None:
+def test_groups_stay_on_one_rank_unless_halves_are_even() -> None:
     rows = shared_rows([(100, [10] * 4)] * 2)
     together = rows.plan(1, Limits(max_tokens=140))
     assert sorted(sorted(part) for part in together.rows_by_rank()[0]) == [[0, 1, 2, 3], [4, 5, 6, 7]]
@@ -187,7 +187,7 @@ def test_groups_stay_whole_on_one_rank_and_are_halved_where_that_is_even() -> No
     assert {tokens for _, tokens in rows.sizes(quarters)} == {120}
 
 
-def test_tokens_that_are_computed() -> None:
+def test_number_of_computed_tokens() -> None:
     rows = SharedRows([15, 12, 11, 9], [10, 10, 3, 3], [7, 7, 5, 4])
     assert [rows.computed(part) for part in ([0, 1], [2, 3], [0, 1, 2, 3], [], [1])] == [17, 20, 37, 0, 12]
     assert rows.cost([0, 1], 0.5) == 15 + 12 - 10 + 0.5 * (225 + 144 - 100)

@@ -11,5 +11,5 @@ def test_seeds_are_stable_across_machines_and_distinct() -> None:
     assert len(set(seeds)) == len(seeds) and all(0 <= seed < 2**63 for seed in seeds)
 
 
-def test_parts_do_not_run_together() -> None:
+def test_boundaries_between_parts_matter() -> None:
     assert seed_of("ab", "c") != seed_of("a", "bc") and seed_of(1) != seed_of("1")

@@ -128,7 +128,7 @@ class Alarms:
         within the bound. Stop and rollback fire at each further step, too. A step without a measurement keeps the count.
         """
         finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
-        rung = []
+        fired = []
         for rule, config in self.rules:
             value = rule.measure(self.memory, finite)
             if value is None:
@@ -141,8 +141,8 @@ class Alarms:
                 self.since[rule.name] = step
             # Beyond patience too, where the run must act: a resumed run may have changed the action from warn to stop.
             if count == config.patience or (count > config.patience and config.action != "warn"):
-                rung += self._alarm(rule, config, value, count)
-        return rung
+                fired += self._alarm(rule, config, value, count)
+        return fired
 
     def _alarm(self, rule: AlarmRule, config: AlarmConfig, value: float, count: int) -> list[Alarm]:
         if config.action == "off":

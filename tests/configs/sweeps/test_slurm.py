@@ -56,10 +56,10 @@ def test_points_end_in_time_and_go_on(cluster: Cluster) -> None:
     """Two points that need three and nine starts: one start each, then as many as submitit may begin again."""
     asked = ("trainer.seed=3,9", "optim.lr=0.5", "hydra.launcher.cpus_per_task=6")
     assert cluster(*asked, "trainer.walltime=77") == 0 and cluster.ended() == [["0", "interrupted"], ["1", "interrupted"]]
-    assert not (cluster.folder / "told").exists(), "the same command goes on, unless more is asked for"
+    assert not (cluster.folder / "scontrol_calls").exists(), "the same command goes on, unless more is asked for"
     assert cluster(*asked, "hydra.launcher.timeout_min=10", "hydra.launcher.max_num_timeout=1") == 0
     assert [row[:3] for row in cluster.rows] == [["0", "finished", "-0.5"], ["1", "interrupted", "-"]]
-    assert sorted((cluster.folder / "told").read_text().splitlines()) == ["requeue 8_0", "requeue 8_1"]
+    assert sorted((cluster.folder / "scontrol_calls").read_text().splitlines()) == ["requeue 8_0", "requeue 8_1"]
     for point in "01":
         assert Path("x", point, STARTS).read_text().split() == ["77", "360", "360"]
     script = (cluster.folder / "batch_8.sh").read_text().splitlines()

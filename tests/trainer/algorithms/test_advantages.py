@@ -59,17 +59,6 @@ def test_gae_equals_its_definition(seed: int) -> None:
     assert not result.advantages[~trained].any() and not result.returns[~trained].any()
 
 
-def test_gae_at_gamma_and_lam_one_returns_the_rewards_to_come() -> None:
-    inputs = ragged(3)
-    result = gae(inputs, config(gamma=1.0, lam=1.0))
-    start = 0
-    for length in inputs.lengths.tolist():
-        rewards, mask = inputs.token_rewards[start : start + length], inputs.response_mask[start : start + length].bool()
-        to_come = rewards.flip(0).cumsum(0).flip(0)
-        torch.testing.assert_close(result.returns[start : start + length][mask], to_come[mask], atol=1e-5, rtol=1e-5)
-        start += length
-
-
 def scores_in_groups(groups: list[list[float]]) -> AdvantageInputs:
     """One row per response: two prompt tokens, then three response tokens, the score on the last."""
     flat = [(uid, score) for uid, group in enumerate(groups) for score in group]
@@ -80,17 +69,6 @@ def scores_in_groups(groups: list[list[float]]) -> AdvantageInputs:
         prompt_lengths=torch.full((len(flat),), 2),
         uid=torch.tensor([7 * uid + 3 for uid, _ in flat]),
     )
-
-
-@given(st.lists(st.lists(st.floats(-5, 5, width=32), min_size=2, max_size=6), min_size=1, max_size=5), st.floats(-9, 9))
-def test_grpo_sums_to_zero_in_a_group_and_ignores_a_shift(groups: list[list[float]], shift: float) -> None:
-    plain = grpo(scores_in_groups(groups), config(norm_adv_by_std_in_grpo=False)).advantages.view(-1, 5)[:, 4]
-    moved = grpo(scores_in_groups([[x + shift for x in group] for group in groups]), config(norm_adv_by_std_in_grpo=False))
-    torch.testing.assert_close(moved.advantages.view(-1, 5)[:, 4], plain, atol=1e-4, rtol=1e-4)
-    start = 0
-    for group in groups:
-        assert abs(float(plain[start : start + len(group)].sum())) < 1e-4
-        start += len(group)
 
 
 def test_grpo_divides_by_the_sample_deviation() -> None:
@@ -111,21 +89,7 @@ def test_grpo_divides_by_the_sample_deviation() -> None:
 def test_grpo_group_of_one_keeps_its_score_and_equal_scores_give_zero() -> None:
     result = grpo(scores_in_groups([[0.75], [2.0, 2.0, 2.0]]), config()).advantages.view(-1, 5)[:, 4]
     torch.testing.assert_close(result, torch.tensor([0.75, 0.0, 0.0, 0.0]), atol=1e-5, rtol=1e-5)
-    assert not result[1:].any(), "exactly nothing"
-
-
-@given(st.permutations(list(range(6))))
-def test_grpo_does_not_depend_on_the_order_of_rows(order: list[int]) -> None:
-    inputs = scores_in_groups([[1.0, 0.0, 0.3], [0.2, 0.9, 0.1]])
-    rows = torch.tensor(order)
-    moved = AdvantageInputs(
-        token_rewards=inputs.token_rewards.view(-1, 5)[rows].flatten(),
-        response_mask=inputs.response_mask,
-        lengths=inputs.lengths,
-        prompt_lengths=inputs.prompt_lengths,
-        uid=inputs.uid[rows],
-    )
-    assert torch.equal(grpo(moved, config()).advantages.view(-1, 5), grpo(inputs, config()).advantages.view(-1, 5)[rows])
+    assert not result[1:].any(), "equal scores must give exactly zero"
 
 
 def test_unknown_estimator_lists_known_names_and_duplicate_registration_raises() -> None:

@@ -101,7 +101,7 @@ def equal(left: Tensor, right: Tensor, tolerance: float = 1e-9) -> None:
 @pytest.mark.parametrize(("name", "options"), [*GROUPWISE, ("reinforce_plus_plus_baseline", {})], ids=ids)
 @few
 @given(seeds, st.floats(-50, 50))
-def test_a_constant_added_to_a_groups_scores_changes_nothing(name: str, options: dict, seed: int, constant: float) -> None:
+def test_constant_added_to_the_scores_of_a_group_changes_nothing(name: str, options: dict, seed: int, constant: float) -> None:
     answers = draw(seed)
     in_first = torch.tensor([group == answers.groups[0] for group in answers.groups])
     shifted = replace(answers, scores=answers.scores + constant * in_first)
@@ -138,7 +138,7 @@ INVARIANT = [
 @pytest.mark.parametrize(("name", "options"), LINEAR, ids=ids)
 @few
 @given(seeds, st.floats(0.1, 30))
-def test_scores_times_a_number_give_advantages_times_that_number(name: str, options: dict, seed: int, factor: float) -> None:
+def test_scaled_scores_give_scaled_advantages(name: str, options: dict, seed: int, factor: float) -> None:
     answers = draw(seed)
     scaled = replace(answers, scores=answers.scores * factor, baselines=answers.baselines * factor)
     equal(compute(name, scaled, **options), compute(name, answers, **options) * factor)
@@ -160,7 +160,7 @@ def test_estimators_that_divide_by_std_are_scale_invariant(name: str, options: d
 
 @few
 @given(seeds)
-def test_a_groups_advantages_sum_to_zero(seed: int) -> None:
+def test_advantages_of_a_group_sum_to_zero(seed: int) -> None:
     answers = draw(seed)
     for name, options in [("grpo", STD), ("grpo", PLAIN), ("rloo", {}), ("gpg", {})]:
         sums = group_sums(answers, per_row(answers, compute(name, answers, **options)))
@@ -295,7 +295,7 @@ def test_rloo_leaves_one_out(seed: int) -> None:
 
 @few
 @given(seeds)
-def test_passk_rewards_the_best_by_its_lead(seed: int) -> None:
+def test_passk_rewards_the_best_response_by_its_lead(seed: int) -> None:
     """Pass@k with k = group size: the best response gets its contribution to the group's maximum, the others 0."""
     answers = draw(seed)
     plain, normed = (per_row(answers, compute("grpo_passk", answers, **options)) for options in (PLAIN, STD))
@@ -332,7 +332,7 @@ def test_optimal_token_baseline_by_its_definition(seed: int) -> None:
             assert abs(float(found[i, t]) - (float(answers.scores[i]) - baseline)) < 1e-6
 
 
-def to_come(answers: Answers, row: int, gamma: float) -> list[float]:
+def rewards_to_go(answers: Answers, row: int, gamma: float) -> list[float]:
     """Discounted score at each trained token of a row; the score is on the last one."""
     marked = int(answers.mask[row].sum())
     return [float(answers.scores[row]) * gamma ** (marked - 1 - k) for k in range(marked)]
@@ -340,14 +340,14 @@ def to_come(answers: Answers, row: int, gamma: float) -> list[float]:
 
 @few
 @given(seeds, st.sampled_from([1.0, 0.9, 0.0]))
-def test_rewards_to_come_by_their_definition(seed: int, gamma: float) -> None:
+def test_rewards_to_go_by_their_definition(seed: int, gamma: float) -> None:
     answers = draw(seed)
     advantages, returns = both("reinforce", answers, gamma=gamma)
     _, whitened_from = both("reinforce_plus_plus", answers, gamma=gamma)
     remax, undiscounted = both("remax", answers)
     for row in range(len(answers.scores)):
         marked = answers.mask[row] > 0
-        expected = torch.tensor(to_come(answers, row, gamma), dtype=torch.float64)
+        expected = torch.tensor(rewards_to_go(answers, row, gamma), dtype=torch.float64)
         for found in (advantages, returns, whitened_from):
             equal(found[row][marked], expected)
         equal(undiscounted[row][marked], answers.scores[row].expand(int(marked.sum())))

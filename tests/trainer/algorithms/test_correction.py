@@ -27,14 +27,14 @@ def correct(**changes: Any) -> Any:
     return rollout_correction(OLD, ROLLOUT, MASK, LENGTHS, config(**changes))
 
 
-def test_token_weights_are_the_ratio_cut_above() -> None:
+def test_token_weights_are_the_ratio_truncated_above() -> None:
     found = correct(rollout_is="token", rollout_is_threshold="2.0")
     assert found.weights.tolist() == pytest.approx([0, 1.5, 0.5, 0, 2.0, 1.0, 0.2, 0])
     assert torch.equal(found.mask, MASK)
     assert found.metrics["rollout_corr/rollout_is_ratio_fraction_high"] == pytest.approx(1 / 5)
 
 
-def test_two_bounds_zero_what_lies_outside() -> None:
+def test_weights_outside_two_bounds_are_zero() -> None:
     found = correct(rollout_is="token", rollout_is_threshold="0.4_2.0")
     assert found.weights.tolist() == pytest.approx([0, 1.5, 0.5, 0, 0, 1.0, 0, 0])
     assert found.metrics["rollout_corr/rollout_is_oob_ratio"] == pytest.approx(2 / 5)
@@ -72,14 +72,14 @@ def test_normalised_weights_have_mean_one() -> None:
         ("token_k1,seq_max_k3", "0.4_2.5,5.0", [0, 1, 1, 0, 0, 1, 0, 0]),
     ],
 )
-def test_rejections(rule: str, bound: str, kept: list[int]) -> None:
+def test_rejection_rules_mask_tokens_outside_the_bounds(rule: str, bound: str, kept: list[int]) -> None:
     found = correct(rollout_rs=rule, rollout_rs_threshold=bound)
     assert found.mask.tolist() == kept and found.weights is None
     assert found.metrics["rollout_corr/rollout_rs_masked_fraction"] == pytest.approx(1 - sum(kept) / 5)
 
 
 @pytest.mark.parametrize("rule", ["token_k1", "seq_sum_k1", "seq_mean_k1"])
-def test_bounds_of_k1_are_on_the_rollouts_probability_over_the_policys_as_in_verl(rule: str) -> None:
+def test_bounds_of_k1_are_on_rollout_over_policy_probability_as_in_verl(rule: str) -> None:
     """One token sampled with four times the policy's probability and one with a quarter of it."""
     old, rollout = torch.tensor([0.1, 0.4]).log(), torch.tensor([0.4, 0.1]).log()
 
@@ -94,7 +94,7 @@ def test_bounds_of_k1_are_on_the_rollouts_probability_over_the_policys_as_in_ver
     assert weights is not None and weights.tolist() == pytest.approx([0.0, 4.0]), "the bounds of weights are on the inverse"
 
 
-def test_a_veto_takes_the_whole_answer() -> None:
+def test_veto_rejects_the_complete_response() -> None:
     found = correct(rollout_token_veto_threshold=0.3)
     assert found.mask.tolist() == [0, 1, 1, 0, 0, 0, 0, 0]
     assert correct(rollout_token_veto_threshold=0.1).mask.tolist() == MASK.tolist()

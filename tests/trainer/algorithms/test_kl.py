@@ -11,27 +11,12 @@ from trainer.algorithms.kl import KLController, apply_kl_penalty, kl_estimate, r
 from workers.batch import Batch
 
 
-def test_k1_and_k3_are_unbiased_and_k3_is_never_negative() -> None:
-    """The expectation over a small vocabulary, enumerated, equals the exact KL for both."""
-    g = torch.Generator().manual_seed(0)
-    log_p, log_q = ((0.5 * torch.randn(50, generator=g, dtype=torch.float64)).log_softmax(0) for _ in range(2))
-    exact = (log_p.exp() * (log_p - log_q)).sum()
-    for kind in ("kl", "k1", "low_var_kl", "k3"):
-        torch.testing.assert_close((log_p.exp() * kl_estimate(kind, log_p, log_q)).sum(), exact)
-    assert (kl_estimate("k3", log_p, log_q) >= 0).all()
-
-
 @given(st.floats(-5, 5))
 def test_kinds_agree_to_second_order_at_zero(x: float) -> None:
     log_p, log_q = torch.tensor([1e-3 * x], dtype=torch.float64), torch.zeros(1, dtype=torch.float64)
     k2, k3 = kl_estimate("k2", log_p, log_q), kl_estimate("k3", log_p, log_q)
     torch.testing.assert_close(k2, k3, atol=abs(1e-3 * x) ** 3 + 1e-15, rtol=0)
     torch.testing.assert_close(kl_estimate("abs", log_p, log_q), kl_estimate("k1", log_p, log_q).abs())
-
-
-def test_k3_stays_finite_far_away() -> None:
-    far = kl_estimate("k3", torch.tensor([-500.0, 500.0]), torch.zeros(2))
-    assert far.tolist() == [10.0, 10.0]
 
 
 @pytest.mark.parametrize(
@@ -54,7 +39,7 @@ def test_non_finite_kl_leaves_the_coefficient_unchanged(kl: float) -> None:
     assert controller.coefficient == 0.2
 
 
-def test_the_penalty_is_taken_where_the_mask_is() -> None:
+def test_penalty_applies_only_to_trained_tokens() -> None:
     rewards, kl = reward_with_kl(
         torch.tensor([0.0, 1.0]),
         torch.tensor([-1.0, -1.0]),
@@ -90,7 +75,7 @@ def penalised(lengths: list[int], log_ratio: torch.Tensor, mask: torch.Tensor, t
     return metrics, controller.coefficient
 
 
-def test_an_adaptive_coefficient_follows_the_mean_over_responses_not_over_tokens() -> None:
+def test_adaptive_coefficient_follows_the_mean_over_responses_not_tokens() -> None:
     """Two tokens of KL 1 and 98 of KL 0: mean 0.5 over responses, 0.02 over tokens, with the target in between."""
     log_ratio = torch.cat([torch.ones(2), torch.zeros(98)])
     metrics, coefficient = penalised([2, 98], log_ratio, torch.ones(100), target=0.1)
@@ -98,7 +83,7 @@ def test_an_adaptive_coefficient_follows_the_mean_over_responses_not_over_tokens
 
 
 @given(st.lists(st.tuples(st.integers(0, 4), st.integers(1, 9)), min_size=1, max_size=9), st.integers(0, 999))
-def test_the_penalty_that_is_logged_is_verls(rows: list[tuple[int, int]], seed: int) -> None:
+def test_logged_penalty_equals_verl(rows: list[tuple[int, int]], seed: int) -> None:
     """verl pads: masked_mean(kl, mask, axis=-1), then the mean over the batch."""
     generator = torch.Generator().manual_seed(seed)
     padded = torch.randn(len(rows), 9, generator=generator, dtype=torch.float64)

@@ -35,8 +35,8 @@ def test_moments_without_values_leave_rewards_unchanged() -> None:
     assert (RunningMoments().mean, RunningMoments().std) == (0.0, 1.0)
 
 
-LENGTHS, UID = torch.tensor([3, 2, 4, 1, 2]), torch.tensor([7, 7, 2, 9, 7])  # answers 0, 1 and 4 are a group
-MASK = torch.tensor([0.0, 1, 1, 1, 1, 0, 1, 0, 1, 1, 0, 0])  # of the last answer nothing is trained
+LENGTHS, UID = torch.tensor([3, 2, 4, 1, 2]), torch.tensor([7, 7, 2, 9, 7])  # responses 0, 1 and 4 are a group
+MASK = torch.tensor([0.0, 1, 1, 1, 1, 0, 1, 0, 1, 1, 0, 0])  # the last response has no trained token
 VALUES = torch.tensor([9.0, 1, 4, -2, 0.5, 9, 3, 9, -1, 6, 9, 9])
 MIXED = torch.arange(12).flip(0)
 
@@ -55,7 +55,7 @@ def plain(parts: list[list[int]]) -> list[float]:
 @pytest.mark.parametrize(
     ("over", "parts"), [("batch", [[1, 2, 3, 4, 6, 8, 9]]), ("group", [[1, 2, 3, 4]])], ids=["batch", "group"]
 )
-def test_it_is_the_plain_formula(over: Literal["batch", "group"], parts: list[list[int]]) -> None:
+def test_whitening_equals_the_plain_formula(over: Literal["batch", "group"], parts: list[list[int]]) -> None:
     """Statistics are over tokens, not responses; groups of one (here 2 and 9) are unchanged."""
     found = whitened(VALUES, MASK, LENGTHS, UID, over)
     assert found.tolist() == pytest.approx(plain(parts), abs=1e-6) and found.dtype == VALUES.dtype
@@ -63,7 +63,9 @@ def test_it_is_the_plain_formula(over: Literal["batch", "group"], parts: list[li
 
 @pytest.mark.parametrize("over", ["batch", "group"])
 @given(values=st.lists(st.floats(-1e4, 1e4, width=32), min_size=12, max_size=12), scale=st.floats(0.25, 8.0))
-def test_shift_scale_and_order_do_not_matter(over: Literal["batch", "group"], values: list[float], scale: float) -> None:
+def test_shift_scale_and_order_do_not_change_whitened_values(
+    over: Literal["batch", "group"], values: list[float], scale: float
+) -> None:
     uid = torch.tensor([7, 7, 2, 2, 7])
     given_values = torch.tensor(values, dtype=torch.float64)
     found = whitened(given_values, MASK, LENGTHS, uid, over)

@@ -90,7 +90,7 @@ def numeric_gradient(name: str, t: Tokens, mode: str) -> Tensor:
 @pytest.mark.parametrize("name", ["vanilla", "sapo", "gpg", "geo_mean", "gspo"])
 @settings(max_examples=8)
 @given(seeds)
-def test_the_gradient_is_that_of_the_value(name: str, seed: int) -> None:
+def test_gradient_is_the_derivative_of_the_value(name: str, seed: int) -> None:
     """GSPO's and GMPO's values are those of a whole row, so under the mode that takes each row's mean."""
     mode = "seq-mean-token-mean" if name in {"geo_mean", "gspo"} else MODES[seed % len(MODES)]
     t = draw(seed)
@@ -115,7 +115,7 @@ def test_gradients_where_the_ratio_is_a_constant(seed: int) -> None:
 
 @few
 @given(seeds)
-def test_the_gradient_is_zero_exactly_where_the_clip_says_so(seed: int) -> None:
+def test_gradient_is_zero_exactly_where_the_loss_is_clipped(seed: int) -> None:
     t = draw(seed)
     ratio, positive, marked = (t.log_probs - t.old).exp(), t.advantages > 0, t.mask > 0
     _, gradient, metrics = loss_and_gradient("vanilla", t)
@@ -135,7 +135,7 @@ def test_the_gradient_is_zero_exactly_where_the_clip_says_so(seed: int) -> None:
 
 @few
 @given(seeds, st.floats(-3, 3))
-def test_dual_clip_bounds_the_loss_of_a_bad_answer(seed: int, log_ratio: float) -> None:
+def test_dual_clip_bounds_the_loss_of_negative_advantages(seed: int, log_ratio: float) -> None:
     t = draw(seed)
     t = replace(t, log_probs=t.old + log_ratio, advantages=-t.advantages.abs())
     for row in range(len(t.mask)):
@@ -208,7 +208,7 @@ def test_importance_weights_scale_the_loss(name: str, seed: int, weight: float) 
 @pytest.mark.parametrize("name", [name for name in LOSSES if name != "geo_mean"])
 @few
 @given(seeds)
-def test_importance_weights_are_each_tokens_own(name: str, seed: int) -> None:
+def test_importance_weights_apply_per_token(name: str, seed: int) -> None:
     t = draw(seed)
     weights = torch.rand(t.mask.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     equal(loss_and_gradient(name, t, is_weights_BR=weights)[1], loss_and_gradient(name, t)[1] * weights)
@@ -244,7 +244,7 @@ def test_rows_in_another_order_have_the_same_loss(name: str, seed: int) -> None:
 @every_loss
 @few
 @given(seeds)
-def test_no_advantage_no_gradient(name: str, seed: int) -> None:
+def test_zero_advantage_has_zero_gradient(name: str, seed: int) -> None:
     if name == "kl_cov":  # its penalty does not depend on the advantage
         return
     t = draw(seed)

@@ -21,7 +21,7 @@ def registered(x):
 REGISTRY: Registry = Registry("some.key")
 
 
-def test_a_users_function_is_found_and_keeps_what_it_registered(tmp_path: Path) -> None:
+def test_user_function_is_found_and_its_registrations_are_kept(tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     file.write_text(FILE)
     assert REGISTRY[f"{file}:plain"](3) == 6 and REGISTRY.needs(f"{file}:plain") == frozenset()
@@ -31,7 +31,7 @@ def test_a_users_function_is_found_and_keeps_what_it_registered(tmp_path: Path) 
     assert "wants" in list(REGISTRY) and f"{file}:plain" not in list(REGISTRY)
 
 
-def test_a_users_function_travels_by_value(tmp_path: Path) -> None:
+def test_user_function_is_pickled_by_value(tmp_path: Path) -> None:
     """Another node does not have the file: the code itself is pickled, with the functions it calls."""
     file = tmp_path / "gone.py"
     file.write_text(FILE.replace('"wants"', '"wants too"'))

@@ -65,7 +65,7 @@ def test_means_match_their_definition(mode: str, seed: int) -> None:
 @every_mode
 @few
 @given(seeds, st.sampled_from([1e3, -1e3]))
-def test_empty_rows_padding_order_and_what_is_masked_do_not_matter(mode: str, seed: int, junk: float) -> None:
+def test_empty_rows_padding_order_and_masked_values_change_nothing(mode: str, seed: int, junk: float) -> None:
     loss, mask = draw(seed)
     n, width = loss.shape
     order = torch.randperm(n + 1, generator=torch.Generator().manual_seed(seed))
@@ -80,7 +80,7 @@ def test_empty_rows_padding_order_and_what_is_masked_do_not_matter(mode: str, se
 @every_mode
 @few
 @given(seeds)
-def test_two_halves_weighted_by_what_the_mode_counts(mode: str, seed: int) -> None:
+def test_weighted_halves_equal_the_batch(mode: str, seed: int) -> None:
     loss, mask = draw(seed)
     other, its_mask = draw(seed + 1)
     width = max(loss.shape[1], other.shape[1])
@@ -96,7 +96,7 @@ def test_two_halves_weighted_by_what_the_mode_counts(mode: str, seed: int) -> No
 
 
 @every_mode
-def test_a_batch_without_a_trained_token_weighs_nothing(mode: str) -> None:
+def test_batch_without_a_trained_token_has_zero_weights(mode: str) -> None:
     loss = torch.randn(2, 3, requires_grad=True)
     total = padded.aggregate(loss, torch.zeros(2, 3), mode)
     total.backward()

@@ -1,11 +1,11 @@
 """Values of verl 0.9.1 (Apache-2.0, github.com/verl-project/verl) for small awkward batches, in verl_cases.json.
 
-To make the file anew where verl can be imported (pip install --no-deps verl==0.9.1, and what its imports then ask for):
+To create the file again where verl can be imported (pip install --no-deps verl==0.9.1, and the packages that it then imports):
 
     python -m tests.trainer.algorithms.verl_cases
 
-Everything is computed in float64 from inputs rounded to three decimals; what comes out has eight significant digits. A result
-is a list over the positions that the mask marks, row by row. Left out is what verl 0.9.1 has no value for: whitening a single
+Everything is computed in float64 from inputs rounded to three decimals; results have eight significant digits. A result
+is a list over the positions that the mask marks, row by row. Cases without a value in verl 0.9.1 are excluded: whitening a single
 token, pass@k of a group of one, an aggregation mode that sapo and geo_mean ignore, a batch without a trained token.
 """
 

@@ -1,4 +1,4 @@
-"""From runs to Hugging Face directories, as a user would make and load them."""
+"""From run directories to Hugging Face directories, with the user's command; transformers loads the result."""
 
 from pathlib import Path
 
@@ -36,7 +36,7 @@ def log_probs(model: torch.nn.Module) -> torch.Tensor:
 
 
 def trained(task: Path, run_dir: Path) -> torch.nn.Module:
-    """The starting model with the checkpoint's weights, by hand."""
+    """The starting model with the checkpoint's weights, loaded by hand."""
     model = AutoModelForCausalLM.from_pretrained(task / "base")
     (shard,) = (run_dir / "global_step_2/actor").glob("*.safetensors")
     weights = {name.removeprefix("model."): value for name, value in load_file(shard).items() if name.startswith("model.")}
@@ -46,7 +46,7 @@ def trained(task: Path, run_dir: Path) -> torch.nn.Module:
 
 
 @pytest.mark.parametrize("place", ["checkpoint", "run", "copy", "copies"])
-def test_the_actor_answers_as_it_was_trained(place: str, task: Path, run_dir: Path, tmp_path: Path) -> None:
+def test_exported_actor_has_the_trained_log_probs(place: str, task: Path, run_dir: Path, tmp_path: Path) -> None:
     copies = f"file://{run_dir.parent}/copies"
     places = {"checkpoint": f"{run_dir}/global_step_2", "run": run_dir, "copy": f"{copies}/global_step_2", "copies": copies}
     assert export(tmp_path / "model", f"checkpoint={places[place]}") == 0
@@ -60,7 +60,7 @@ def test_the_actor_answers_as_it_was_trained(place: str, task: Path, run_dir: Pa
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
-def test_the_critic_is_a_token_classifier(run_dir: Path, tmp_path: Path) -> None:
+def test_exported_critic_is_a_token_classifier(run_dir: Path, tmp_path: Path) -> None:
     assert export(tmp_path / "critic", f"checkpoint={run_dir}", "role=critic") == 0
     critic = AutoModelForTokenClassification.from_pretrained(tmp_path / "critic")
     (shard,) = (run_dir / "global_step_2/critic").glob("*.safetensors")
@@ -68,7 +68,7 @@ def test_the_critic_is_a_token_classifier(run_dir: Path, tmp_path: Path) -> None
     assert torch.equal(critic.score.weight, load_file(shard)["model.score.weight"])
 
 
-def test_what_cannot_be_exported_is_stated_in_one_line(run_dir: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_invalid_export_arguments_are_one_line_errors(run_dir: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "there").mkdir()
     for words, reported in (
         (["checkpoint=nowhere"], "checkpoint=nowhere: there is no such directory"),
@@ -82,8 +82,8 @@ def test_what_cannot_be_exported_is_stated_in_one_line(run_dir: Path, tmp_path: 
     assert not (tmp_path / "model").exists()
 
 
-def test_what_does_not_load_is_not_left_as_if_it_were_one(run_dir: Path, tmp_path: Path) -> None:
-    """The check is transformers' own loading: a weight that is missing, or one too many, is found."""
+def test_export_that_transformers_cannot_load_is_removed(run_dir: Path, tmp_path: Path) -> None:
+    """The check is transformers' own loading: missing and additional weights are found."""
     assert export(tmp_path / "model", f"checkpoint={run_dir}") == 0
     file = tmp_path / "model/model.safetensors"
     weights = load_file(file)

@@ -1,4 +1,4 @@
-"""From runs that train a LoRA adapter to directories of peft's and of transformers'."""
+"""From runs that train a LoRA adapter to directories of peft and of transformers."""
 
 import json
 from pathlib import Path
@@ -47,7 +47,7 @@ def greedy(model: nn.Module) -> list[int]:
     return ids
 
 
-def test_an_adapter_is_a_directory_of_pefts(task: Path, run_dir: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_exported_adapter_loads_in_peft(task: Path, run_dir: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert export(tmp_path / "adapter", f"checkpoint={run_dir}") == 0
     reported, names = capfd.readouterr().out, {path.name for path in (tmp_path / "adapter").iterdir()}
     assert names >= {"adapter_config.json", "adapter_model.safetensors", "tokenizer.json"} and "config.json" not in names
@@ -70,7 +70,7 @@ def test_an_adapter_is_a_directory_of_pefts(task: Path, run_dir: Path, tmp_path:
     assert config["base_model_name_or_path"] == f"{task}/base" and config["task_type"] == "CAUSAL_LM"
 
 
-def test_a_critic_has_its_head_with_it(task: Path, run_dir: Path, tmp_path: Path) -> None:
+def test_exported_critic_adapter_includes_the_head(task: Path, run_dir: Path, tmp_path: Path) -> None:
     assert export(tmp_path / "adapter", f"checkpoint={run_dir}", "role=critic") == 0
     assert export(tmp_path / "whole", f"checkpoint={run_dir}", "role=critic", "merge=true") == 0
     base = AutoModelForTokenClassification.from_pretrained(task / "base", num_labels=1)
@@ -82,7 +82,7 @@ def test_a_critic_has_its_head_with_it(task: Path, run_dir: Path, tmp_path: Path
     assert {name.split(".")[-3] for name in weights if ".lora_" in name} == {"q_proj", "down_proj"}
 
 
-def test_a_run_begins_with_what_was_exported(task: Path, run_dir: Path, tmp_path: Path) -> None:
+def test_exported_adapter_is_the_start_of_a_run(task: Path, run_dir: Path, tmp_path: Path) -> None:
     assert export(tmp_path / "adapter", f"checkpoint={run_dir}") == 0
     assert export(tmp_path / "whole", f"checkpoint={run_dir}", "merge=true") == 0
     begun = f"actor_rollout_ref.model.lora_adapter_path={tmp_path}/adapter"
@@ -93,7 +93,7 @@ def test_a_run_begins_with_what_was_exported(task: Path, run_dir: Path, tmp_path
     assert adapter[0]["training/rollout_probs_diff_max"] < 1e-5
 
 
-def test_a_base_that_is_gone(task: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_missing_base_model_is_a_one_line_error(task: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "base").symlink_to(task / "base")
     words = ("trainer.save_freq=1", "trainer.total_training_steps=1", "actor_rollout_ref.model.lora_rank=2")
     run_ppo(task, tmp_path / "run", *words, f"actor_rollout_ref.model.path={tmp_path}/base")
@@ -105,8 +105,8 @@ def test_a_base_that_is_gone(task: Path, tmp_path: Path, capfd: pytest.CaptureFi
     assert export(tmp_path / "adapter", f"checkpoint={tmp_path}/run") == 0
 
 
-def test_supervised_training_of_an_adapter(task: Path, tmp_path: Path) -> None:
-    """What it exports at its end is the whole model: what a run of PPO begins with."""
+def test_supervised_adapter_run_exports_the_merged_model(task: Path, tmp_path: Path) -> None:
+    """The run's export is a complete model: PPO can start from it."""
     words = ("model.lora_rank=4", "optim.lr=1e-2", "trainer.total_training_steps=3")
     steps = run_sft(task, tmp_path / "run", *words, f"trainer.export_dir={tmp_path}/exported")
     assert steps[-1]["val/loss"] < steps[0]["val/loss"]

@@ -4,7 +4,7 @@ from pathlib import Path
 import fsspec
 import pytest
 
-from tests.trainer.checkpoints import is_whole, names, save
+from tests.trainer.checkpoints import is_complete, names, save
 from trainer.checkpoint.manifest import MANIFEST, Damaged, read_checkpoint
 from trainer.checkpoint.remote_copies import RemoteCopies
 from trainer.checkpoint.resume import find_latest
@@ -25,18 +25,18 @@ def put(address: str, run_dir: Path, *steps: int) -> RemoteCopies:
     return copies
 
 
-def test_there_and_back(address: str, tmp_path: Path) -> None:
+def test_copied_and_fetched_checkpoint_equals_a_local_one(address: str, tmp_path: Path) -> None:
     assert RemoteCopies(address).steps() == [] and RemoteCopies(address).fetch_newest(tmp_path / "empty") is None
     copies = put(address, tmp_path / "run", 2, 10)
     assert copies.steps() == [2, 10]
     fetched = copies.fetch_newest(tmp_path / "new")
-    assert fetched is not None and fetched.path == tmp_path / "new/global_step_10" and is_whole(fetched.path, 10)
-    assert find_latest(tmp_path / "new") == fetched, "the same as one that was saved here"
+    assert fetched is not None and fetched.path == tmp_path / "new/global_step_10" and is_complete(fetched.path, 10)
+    assert find_latest(tmp_path / "new") == fetched, "equal to a checkpoint that was saved here"
     assert fetched.manifest == read_checkpoint(tmp_path / "run/global_step_10").manifest
 
 
-def test_half_a_copy_is_never_taken(address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The connection breaks at the k-th file: until the manifest is there, the copy before it is the newest."""
+def test_incomplete_copy_is_never_fetched(address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The connection breaks at the k-th file: until the manifest is written, the previous copy is the newest."""
     copies = put(address, tmp_path / "run", 2)
     save(tmp_path / "run", 4)
     newer = read_checkpoint(tmp_path / "run/global_step_4")
@@ -60,12 +60,12 @@ def test_half_a_copy_is_never_taken(address: str, tmp_path: Path, monkeypatch: p
     assert copies.steps() == [2, 4]
     monkeypatch.setattr(kind, "put_file", breaks)
     with pytest.raises(ConnectionError):
-        copies.put(newer)  # over a whole one: its manifest goes first
+        copies.put(newer)  # over a complete one: its manifest goes first
     monkeypatch.undo()
     assert copies.steps() == [2]
 
 
-def test_a_damaged_copy_is_named_and_the_one_before_it_taken(address: str, tmp_path: Path) -> None:
+def test_damaged_copy_is_reported_and_the_previous_one_fetched(address: str, tmp_path: Path) -> None:
     copies = put(address, tmp_path / "run", 2, 4)
     shard = f"{copies.root}/global_step_4/actor/shard-0.safetensors"
     copies.fs.pipe_file(shard, b"x" * copies.fs.info(shard)["size"])
@@ -81,7 +81,7 @@ def test_a_damaged_copy_is_named_and_the_one_before_it_taken(address: str, tmp_p
         copies.fetch_newest(tmp_path / "third")
 
 
-def test_one_that_is_not_there_or_is_none(address: str, tmp_path: Path) -> None:
+def test_missing_or_misnamed_copy_is_an_error(address: str, tmp_path: Path) -> None:
     copies = put(address, tmp_path / "run", 2)
     with pytest.raises(Damaged, match=f"global_step_3: no {MANIFEST} in it"):
         copies.fetch("global_step_3", tmp_path)
@@ -90,8 +90,8 @@ def test_one_that_is_not_there_or_is_none(address: str, tmp_path: Path) -> None:
     assert fsspec.filesystem("file").exists(str(tmp_path / "run/global_step_2"))
 
 
-def test_only_copies_that_this_run_wrote_are_removed(address: str, tmp_path: Path) -> None:
-    """The newest and the best stay; so do another run's, also under a number that this run had written."""
+def test_cleanup_removes_only_copies_of_this_run(address: str, tmp_path: Path) -> None:
+    """The newest and the best stay; so do another run's, also under a step number that this run had written."""
     put(address, tmp_path / "other", 1, 4)
     copies = put(address, tmp_path / "run", 2, 3, 5, 6, 8)
     save(tmp_path / "other", 3, actor=3)
@@ -99,19 +99,19 @@ def test_only_copies_that_this_run_wrote_are_removed(address: str, tmp_path: Pat
     copies.put(read_checkpoint(tmp_path / "other/global_step_3"))
     copies.drop_old(tmp_path / "run", keep=2, newest=10**9, spare=5)
     assert RemoteCopies(address).steps() == [1, 3, 4, 5, 6, 8]
-    assert not copies.fs.exists(f"{copies.root}/global_step_2"), "nothing of it is left"
+    assert not copies.fs.exists(f"{copies.root}/global_step_2"), "no file of it is left"
     copies.drop_old(tmp_path / "run", keep=1, newest=10**9, spare=None)
     assert RemoteCopies(address).steps() == [1, 3, 4, 8]
 
 
-def test_copies_of_steps_that_a_rollback_gave_up_go_and_the_new_one_stays(address: str, tmp_path: Path) -> None:
+def test_copies_of_abandoned_steps_are_removed_after_a_rollback(address: str, tmp_path: Path) -> None:
     copies = put(address, tmp_path / "run", 20, 30, 40)
     put(address, tmp_path / "run", 25)
     copies.drop_old(tmp_path / "run", keep=2, newest=25, spare=None)
     assert RemoteCopies(address).steps() == [20, 25]
 
 
-def test_a_copy_that_was_half_written_or_half_removed_goes_too(address: str, tmp_path: Path) -> None:
+def test_partially_written_or_removed_copies_are_removed(address: str, tmp_path: Path) -> None:
     copies = put(address, tmp_path / "run", 2, 4)
     copies.fs.rm_file(f"{copies.root}/global_step_2/{MANIFEST}")
     for _ in range(2):

@@ -12,7 +12,7 @@ import yaml
 from configs.compose import compose
 from configs.schema.ppo import PPOConfig
 from configs.schema.supervised import RewardModelConfig, SFTConfig
-from tests.trainer.checkpoints import CONFIG, is_whole, names, save
+from tests.trainer.checkpoints import CONFIG, is_complete, names, save
 from trainer.checkpoint import manifest
 from trainer.checkpoint.manifest import Checkpoint, Damaged
 from trainer.checkpoint.remote_copies import RemoteCopies
@@ -36,7 +36,7 @@ def resume(run_dir: Path, mode: str = "auto", path: Path | str | None = None) ->
     return None if checkpoint is None else checkpoint.step
 
 
-def test_the_newest_up_to_a_step_that_can_be_gone_on_from(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_search_up_to_a_step_returns_the_newest_valid_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for step in (5, 10, 15):
         save(tmp_path, step)
     find = partial(find_up_to, tmp_path, check=lambda checkpoint: None)
@@ -49,7 +49,7 @@ def test_the_newest_up_to_a_step_that_can_be_gone_on_from(tmp_path: Path, capsys
     )
 
 
-def test_one_whose_weights_are_damaged_is_passed_over_in_a_rollback(tmp_path: Path) -> None:
+def test_rollback_skips_a_checkpoint_with_damaged_weights(tmp_path: Path) -> None:
     save(tmp_path, 5, 10)
 
     def check(checkpoint: Checkpoint) -> None:
@@ -60,8 +60,8 @@ def test_one_whose_weights_are_damaged_is_passed_over_in_a_rollback(tmp_path: Pa
     assert found is not None and found.step == 5
 
 
-def test_weights_that_workers_will_hash_are_not_read_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their names and sizes are compared, and all other files whole."""
+def test_controller_does_not_read_weights_that_workers_hash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their names and sizes are compared; all other files are hashed."""
     save(tmp_path, 5)
     read: list[str] = []
     hashes_of = manifest.hashes_of
@@ -74,7 +74,7 @@ def test_weights_that_workers_will_hash_are_not_read_here(tmp_path: Path, monkey
         resolve_resume("auto", None, tmp_path, weights=False)
 
 
-def test_how_a_run_starts(tmp_path: Path) -> None:
+def test_resume_mode_selects_the_checkpoint(tmp_path: Path) -> None:
     assert resume(tmp_path / "none_yet") is None
     save(tmp_path, 3, 7)
     assert resume(tmp_path) == 7
@@ -84,7 +84,7 @@ def test_how_a_run_starts(tmp_path: Path) -> None:
     assert resume(tmp_path) == 3
 
 
-def test_what_cannot_be_resumed_says_what_to_do(tmp_path: Path) -> None:
+def test_resume_errors_state_the_remedy(tmp_path: Path) -> None:
     save(tmp_path, 3)
     with pytest.raises(ValueError, match=r"needs trainer\.resume_from_path"):
         resolve_resume("resume_path", None, tmp_path)
@@ -100,7 +100,7 @@ def test_what_cannot_be_resumed_says_what_to_do(tmp_path: Path) -> None:
         resume(tmp_path)
 
 
-def test_leftovers_of_an_interrupted_save_are_removed(tmp_path: Path) -> None:
+def test_interrupted_save_is_removed_at_the_next_start(tmp_path: Path) -> None:
     save(tmp_path, 3)
     (tmp_path / "global_step_6.incomplete/actor").mkdir(parents=True)
     (tmp_path / "global_step_3/critic.incomplete").mkdir()
@@ -130,14 +130,14 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("kind", DAMAGE)
-def test_a_damaged_checkpoint_is_named_and_the_one_before_it_taken(kind: str, tmp_path: Path) -> None:
-    file, spoil, output = DAMAGE[kind]
+def test_damaged_checkpoint_is_reported_and_the_previous_one_resumed(kind: str, tmp_path: Path) -> None:
+    file, damage, output = DAMAGE[kind]
     save(tmp_path, 2, 4, 6)
-    spoil(tmp_path / "global_step_6" / file)
+    damage(tmp_path / "global_step_6" / file)
     with pytest.raises(ValueError, match=output.replace("no manifest.json in it", "no manifest.json")):
         resume(tmp_path / "other", "resume_path", tmp_path / "global_step_6")
     checkpoint = find_latest(tmp_path)
-    assert checkpoint is not None and checkpoint.step == 4 and is_whole(checkpoint.path, 4)
+    assert checkpoint is not None and checkpoint.step == 4 and is_complete(checkpoint.path, 4)
     (event,) = read_lines(tmp_path / EVENTS)
     assert (event["step"], event["kind"]) == (6, "damaged checkpoint")
     assert (
@@ -149,7 +149,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_taken(kind: str, tm
     assert names(tmp_path / "earlier_1") == {"global_step_6"} and resume(tmp_path) == 4
 
 
-def test_when_no_checkpoint_is_whole_nothing_starts_anew_by_itself(tmp_path: Path) -> None:
+def test_run_without_a_complete_checkpoint_does_not_restart_silently(tmp_path: Path) -> None:
     save(tmp_path, 2, 4)
     for step in (2, 4):
         cut_short(tmp_path / f"global_step_{step}/actor/shard-0.safetensors")
@@ -159,7 +159,7 @@ def test_when_no_checkpoint_is_whole_nothing_starts_anew_by_itself(tmp_path: Pat
         resume(tmp_path)
 
 
-def test_who_asks_may_be_told_himself(tmp_path: Path) -> None:
+def test_callback_receives_the_problems_instead_of_stderr(tmp_path: Path) -> None:
     save(tmp_path, 2, 4)
     one_bit(tmp_path / "global_step_4/actor/shard-0.safetensors")
     output: list[tuple[int, str]] = []
@@ -168,7 +168,7 @@ def test_who_asks_may_be_told_himself(tmp_path: Path) -> None:
     assert not (tmp_path / EVENTS).exists()
 
 
-def test_a_checkpoint_that_lost_a_role_is_passed_over(tmp_path: Path) -> None:
+def test_checkpoint_without_a_role_is_skipped(tmp_path: Path) -> None:
     for step in (1, 2, 3):
         save(tmp_path, step, actor=3, critic=1)
     with pytest.raises(ValueError, match=r"global_step_2: of actor, critic it has lost critic"):
@@ -177,7 +177,7 @@ def test_a_checkpoint_that_lost_a_role_is_passed_over(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["../outside", "/etc/passwd", "actor/../../x"])
-def test_a_manifest_that_leads_out_of_its_directory_is_refused(name: str, tmp_path: Path) -> None:
+def test_manifest_path_outside_its_directory_is_refused(name: str, tmp_path: Path) -> None:
     save(tmp_path, 2)
     manifest = json.loads((tmp_path / "global_step_2/manifest.json").read_text())
     manifest["files"][name] = {"size": 0, "sha256": ""}
@@ -186,7 +186,7 @@ def test_a_manifest_that_leads_out_of_its_directory_is_refused(name: str, tmp_pa
         resume(tmp_path)
 
 
-def test_what_is_here_counts_before_what_is_elsewhere(tmp_path: Path) -> None:
+def test_local_checkpoint_precedes_remote_copies(tmp_path: Path) -> None:
     save(tmp_path / "run", 2)
     save(tmp_path / "elsewhere", 8)
     checkpoint = resolve_resume("auto", None, tmp_path / "run", str(tmp_path / "elsewhere"))
@@ -196,15 +196,17 @@ def test_what_is_here_counts_before_what_is_elsewhere(tmp_path: Path) -> None:
     assert resolve_resume("disable", None, tmp_path / "third", str(tmp_path / "elsewhere")) is None
 
 
-def test_a_run_may_continue_from_an_address(tmp_path: Path) -> None:
+def test_run_resumes_from_an_address(tmp_path: Path) -> None:
     save(tmp_path / "run", 2, 4)
     checkpoint = resolve_resume("resume_path", f"file://{tmp_path}/run/global_step_2", tmp_path / "new")
-    assert checkpoint is not None and checkpoint.path == tmp_path / "new/fetched/global_step_2" and is_whole(checkpoint.path, 2)
+    assert (
+        checkpoint is not None and checkpoint.path == tmp_path / "new/fetched/global_step_2" and is_complete(checkpoint.path, 2)
+    )
     with pytest.raises(ValueError, match=r"run/global_step_3: no manifest.json in it"):
         resolve_resume("resume_path", f"file://{tmp_path}/run/global_step_3", tmp_path / "new")
 
 
-def test_an_address_that_no_package_knows_is_refused_at_once(tmp_path: Path) -> None:
+def test_address_with_an_unknown_scheme_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"trainer\.checkpoint: nosuch://x: Protocol not known"):
         resolve_resume("disable", None, tmp_path, "nosuch://x")
     assert RemoteCopies(f"file://user:s3cret@{tmp_path}").name == f"file://***@{tmp_path}"
@@ -229,12 +231,12 @@ def changed(key: str, value: object) -> dict[str, Any]:
         ("data.train_batch_size", None, "data.train_batch_size: 32 -> null"),
     ],
 )
-def test_a_change_that_reaches_the_training_is_refused(key: str, value: object, message: str) -> None:
+def test_change_that_affects_training_is_refused(key: str, value: object, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         check_config(CONFIG, changed(key, value))
 
 
-def test_all_refused_changes_are_named_at_once() -> None:
+def test_all_refused_changes_are_in_one_error() -> None:
     current = changed("data.train_batch_size", 64)
     current["actor_rollout_ref"]["actor"]["optim"]["lr"] = 0.5
     with pytest.raises(ValueError, match=r"optim.lr.*train_batch_size"):
@@ -254,12 +256,12 @@ def test_all_refused_changes_are_named_at_once() -> None:
         ("reward.models.helpful.urls", []),
     ],
 )
-def test_a_change_that_does_not_is_reported(key: str, value: object) -> None:
+def test_change_that_does_not_affect_training_is_reported(key: str, value: object) -> None:
     (output,) = check_config(CONFIG, changed(key, value))
     assert output.startswith(f"{key}: ") and output.endswith(f" -> {value}")
 
 
-def test_a_tuple_equals_the_list_it_was_saved_as_and_a_secret_its_stars(tmp_path: Path) -> None:
+def test_saved_list_equals_its_tuple_and_masked_secret_its_value(tmp_path: Path) -> None:
     current = changed("actor_rollout_ref.actor.optim.betas", (0.9, 0.999))
     assert check_config(changed("trainer.hf_token", "***"), current) == []
 
@@ -272,7 +274,7 @@ def leaves(tree: dict[str, Any], prefix: str = "") -> list[str]:
 
 
 def test_safe_keys_exist_and_no_key_of_the_algorithm_is_among_them() -> None:
-    """A misspelt entry would refuse what it means to allow; a loose pattern would allow too much."""
+    """A misspelt entry would refuse a key that it is meant to allow; a loose pattern would allow too many keys."""
     trees = [yaml.safe_load((ROOT / "configs" / name).read_text()) for name in ("ppo_trainer.yaml", "sft_trainer.yaml")]
     keys = [key for tree in trees for key in leaves(tree)]
     for safe in SAFE_TO_CHANGE:
@@ -294,8 +296,8 @@ def test_safe_keys_exist_and_no_key_of_the_algorithm_is_among_them() -> None:
 @pytest.mark.parametrize(
     ("root", "schema"), [("ppo_trainer", PPOConfig), ("sft_trainer", SFTConfig), ("reward_model_trainer", RewardModelConfig)]
 )
-def test_a_checkpoint_of_an_earlier_version_is_resumed(root: str, schema: type) -> None:
-    """Of the keys that it has not, none changes what the earlier version did. keys_before_use_no_sync.txt: those of that one."""
+def test_checkpoint_of_an_earlier_version_is_resumed(root: str, schema: type) -> None:
+    """The keys that it lacks have defaults of the earlier behaviour. keys_before_use_no_sync.txt: the keys of that version."""
     lines = (Path(__file__).parent / "keys_before_use_no_sync.txt").read_text().splitlines()
     known = {line.partition(" ")[2] for line in lines if line.startswith(f"{root} ")}
     config = asdict(compose(root, schema))
@@ -318,20 +320,20 @@ def nested(leaves: dict[str, Any]) -> dict[str, Any]:
     return tree
 
 
-def test_where_roles_are_may_change() -> None:
+def test_placement_may_change_on_resume() -> None:
     """Checkpoints reshard."""
     assert all(_is_safe(key) for key in ("placement.layout", "placement.pools.train.fraction", "placement.roles.critic"))
 
 
-def test_how_models_are_cut_may_change_and_what_they_compute_in_may_not() -> None:
+def test_sharding_may_change_on_resume_and_dtype_may_not() -> None:
     trees = [asdict(compose("ppo_trainer", PPOConfig)), asdict(compose("sft_trainer", SFTConfig))]
     keys = {key for tree in trees for key in leaves(tree) if ".megatron." in key or key.endswith("strategy")}
     assert {key.rpartition(".")[2] for key in keys if not _is_safe(key)} == {"dtype", "override_transformer_config"}
     assert len(keys) == 5 * 12 and not _is_safe("critic.megatron.override_transformer_config.recompute_num_layers")
-    assert not _is_safe("actor_rollout_ref.rollout.tensor_model_parallel_size"), "that engine's log-probs would be others"
+    assert not _is_safe("actor_rollout_ref.rollout.tensor_model_parallel_size"), "the rollout engine's log-probs would differ"
 
 
-def test_a_checkpoint_that_was_being_removed_is_gone_when_the_run_starts_again(tmp_path: Path) -> None:
+def test_interrupted_removal_of_a_checkpoint_is_finished_at_the_next_start(tmp_path: Path) -> None:
     for step, role in ((5, "actor.incomplete"), (10, "actor")):
         (tmp_path / f"global_step_{step}" / role).mkdir(parents=True)
         (tmp_path / f"global_step_{step}" / "manifest.json").write_text("{}")

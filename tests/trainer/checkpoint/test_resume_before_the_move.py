@@ -1,4 +1,4 @@
-"""A run directory of version 62017dd, before modules moved to folders, is resumed with the same command and continues alike.
+"""A run directory of version 62017dd, before modules moved to folders, is resumed with the same command and gives equal numbers.
 
 before_the_move/ has a run of PPO after four steps with its checkpoint of step 2, a model of 2,592 parameters, data and
 reward.
@@ -41,7 +41,7 @@ def steps_of(run_dir: Path) -> dict[int, dict[str, float]]:
     return {int(line["training/global_step"]): {k: v for k, v in line.items() if not k.startswith(CLOCK)} for line in lines}
 
 
-def test_it_continues_with_the_numbers_of_its_own_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_old_run_resumes_with_the_numbers_of_its_own_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Models, optimizer moments, data order, KL controller and seeds are those of the checkpoint, or steps 3 and 4 would differ.
     Equality is bitwise where the processor is the same; another one may round otherwise."""
     shutil.copytree(RUN, tmp_path, dirs_exist_ok=True)

@@ -14,7 +14,7 @@ import pytest
 
 import trainer
 from tests.layout.source import ROOT
-from tests.trainer.checkpoints import CONFIG, ROLES, content, is_whole, models, names, save, saver, wait_for_threads
+from tests.trainer.checkpoints import CONFIG, ROLES, content, is_complete, models, names, save, saver, wait_for_threads
 from trainer.checkpoint.resume import check_config, find_latest, resolve_resume
 from trainer.run.errors import CheckFailed, NotSaved
 from trainer.run.run_dir import EVENTS, read_lines, start_run
@@ -29,7 +29,7 @@ def resume(run_dir: Path) -> int | None:
     return None if checkpoint is None else checkpoint.step
 
 
-def told(run_dir: Path) -> list[tuple[int, str, str]]:
+def events_of(run_dir: Path) -> list[tuple[int, str, str]]:
     return [(event["step"], event["kind"], event["text"]) for event in read_lines(run_dir / EVENTS)]
 
 
@@ -37,10 +37,10 @@ def checkpoints(run_dir: Path) -> set[str]:
     return {name for name in names(run_dir) if name.startswith("global_step_")}
 
 
-def test_what_was_saved_is_found(tmp_path: Path) -> None:
+def test_saved_checkpoint_is_found_and_complete(tmp_path: Path) -> None:
     save(tmp_path, 5, 10)
     checkpoint = find_latest(tmp_path)
-    assert checkpoint is not None and checkpoint.path == tmp_path / "global_step_10" and is_whole(checkpoint.path, 10)
+    assert checkpoint is not None and checkpoint.path == tmp_path / "global_step_10" and is_complete(checkpoint.path, 10)
     manifest = checkpoint.manifest
     assert (manifest.step, manifest.world_size, manifest.roles) == (10, 2, ["actor", "critic"])
     assert manifest.state == {"kl": {"coefficient": 0.1}} and manifest.code["tandem"] == trainer.__version__
@@ -58,7 +58,7 @@ def test_what_was_saved_is_found(tmp_path: Path) -> None:
 
 
 class Killed(BaseException):
-    """The process is gone: nothing after this runs."""
+    """A killed process: no later line runs."""
 
 
 def kill_at(monkeypatch: pytest.MonkeyPatch, count: int) -> Callable[[], int]:
@@ -83,7 +83,7 @@ def kill_at(monkeypatch: pytest.MonkeyPatch, count: int) -> Callable[[], int]:
 
 
 @pytest.mark.parametrize("background", [False, True], ids=["waiting", "background"])
-def test_killed_at_any_point_a_checkpoint_is_whole_or_absent(background: bool, tmp_path: Path) -> None:
+def test_checkpoint_is_complete_or_absent_after_a_kill_at_any_call(background: bool, tmp_path: Path) -> None:
     outcomes = []
     for count in range(1, 200):
         run_dir = tmp_path / str(count)
@@ -98,7 +98,7 @@ def test_killed_at_any_point_a_checkpoint_is_whole_or_absent(background: bool, t
             if calls() < count:
                 break
         checkpoint = resolve_resume("auto", None, run_dir)
-        assert checkpoint is not None and is_whole(checkpoint.path, checkpoint.step)
+        assert checkpoint is not None and is_complete(checkpoint.path, checkpoint.step)
         outcomes.append(checkpoint.step)
         assert not [name for name in names(run_dir) if name.endswith(".incomplete")]
         for path in run_dir.glob("global_step_*"):
@@ -109,7 +109,7 @@ def test_killed_at_any_point_a_checkpoint_is_whole_or_absent(background: bool, t
     assert calls() > 20 and outcomes == sorted(outcomes) and set(outcomes) == {2, 4}
 
 
-def test_all_is_on_disk_before_it_gets_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_are_synced_before_the_rename(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A power cut after the rename: every file, and every directory that names one, was synced before."""
     synced: set[str] = set()
     left: list[str] = []
@@ -164,8 +164,8 @@ time.sleep(60)
 """
 
 
-def test_killed_with_9_while_threads_write_the_checkpoint_before_is_there(tmp_path: Path) -> None:
-    """Several files are begun, none is whole."""
+def test_previous_checkpoint_survives_sigkill_while_threads_write(tmp_path: Path) -> None:
+    """Several files are begun, none is complete."""
     process = subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path)], cwd=ROOT, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     lines = [process.stdout.readline() for _ in range(5)]
@@ -174,13 +174,13 @@ def test_killed_with_9_while_threads_write_the_checkpoint_before_is_there(tmp_pa
     half = [file.stat().st_size for file in (tmp_path / "global_step_4.incomplete").rglob("*-part-*.safetensors")]
     assert len(half) > 1 and all(size < 3600 for size in half)
     checkpoint = resolve_resume("auto", None, tmp_path)
-    assert checkpoint is not None and is_whole(checkpoint.path, 2) and checkpoints(tmp_path) == {"global_step_2"}
+    assert checkpoint is not None and is_complete(checkpoint.path, 2) and checkpoints(tmp_path) == {"global_step_2"}
     save(tmp_path, 4)
     assert resume(tmp_path) == 4
 
 
-def test_what_a_save_took_is_reported_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """In a metrics line after it is complete, or at the end of the run."""
+def test_time_of_a_save_is_reported_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """In the metrics of the step after its completion, or at the end of the run."""
     saving = saver(tmp_path, async_save=True)
     assert saving.seconds() == 0.0 and saving.figures() == {}
     gate: Future[None] = Future()
@@ -200,40 +200,40 @@ def test_what_a_save_took_is_reported_once(tmp_path: Path, capsys: pytest.Captur
     assert f"; {size:.3g} GB written in 2.0 s (0.00 GB/s)" in capsys.readouterr().err
 
 
-def test_where_training_waits_models_are_written_one_after_the_other(tmp_path: Path) -> None:
+def test_synchronous_save_writes_models_one_after_the_other(tmp_path: Path) -> None:
     saving = saver(tmp_path)
     saving.save(2, models(2, seconds=4.0), {}, {})
     assert saving.figures()["perf/checkpoint_write_s"] == 8.0 and saving.seconds() < 4.0
 
 
-def test_a_save_that_did_not_fit_into_memory_is_reported(tmp_path: Path) -> None:
+def test_save_that_lacked_memory_for_copies_is_reported(tmp_path: Path) -> None:
     saving = saver(tmp_path, async_save=True)
     saving.save(2, models(2, waited_for="copies of 60 GB on one: no room"), {}, {})
     saving.finish()
-    assert told(tmp_path) == [(2, "checkpoint", "written while training waited: copies of 60 GB on one: no room")]
+    assert events_of(tmp_path) == [(2, "checkpoint", "written while training waited: copies of 60 GB on one: no room")]
     assert resume(tmp_path) == 2
 
 
-def test_old_checkpoints_go_only_after_the_new_one_is_whole(tmp_path: Path) -> None:
+def test_old_checkpoints_are_removed_after_the_new_one_is_complete(tmp_path: Path) -> None:
     gate: Future[None] = Future()
     save(tmp_path, 2)
     saving = saver(tmp_path, actor=1, async_save=True)
     saving.save(4, models(4, gate=gate), {}, {})
     saving.finish_pending(patient=False)
-    assert is_whole(tmp_path / "global_step_2", 2) and (tmp_path / LATEST).read_text() == "2"
+    assert is_complete(tmp_path / "global_step_2", 2) and (tmp_path / LATEST).read_text() == "2"
     gate.set_result(None)
     saving.finish()
-    assert names(tmp_path / "global_step_2") == {"critic", "manifest.json"} and is_whole(tmp_path / "global_step_4", 4)
+    assert names(tmp_path / "global_step_2") == {"critic", "manifest.json"} and is_complete(tmp_path / "global_step_4", 4)
 
 
-def test_each_role_keeps_its_own_number(tmp_path: Path) -> None:
+def test_each_role_keeps_its_own_number_of_checkpoints(tmp_path: Path) -> None:
     save(tmp_path, 1, 2, 3, 9, 10, actor=3, critic=1)
     assert names(tmp_path) - {LATEST} == {"global_step_3", "global_step_9", "global_step_10"}
     assert names(tmp_path / "global_step_9") == {"actor", "manifest.json"}
     assert resume(tmp_path) == 10
 
 
-def test_without_a_limit_all_are_kept(tmp_path: Path) -> None:
+def test_all_checkpoints_are_kept_without_a_limit(tmp_path: Path) -> None:
     save(tmp_path, 1, 2, 3, 4, actor=None)
     assert len(list(tmp_path.glob("global_step_*/critic"))) == 4
 
@@ -242,28 +242,28 @@ def test_without_a_limit_all_are_kept(tmp_path: Path) -> None:
     ("best_metric", "values", "best"),
     [("val/accuracy", [0.2, 0.7, 0.5, 0.7, 0.1, float("nan")], 4), ("-val/loss", [3.0, 1.5, 2.0, 4.0, 5.0, 6.0], 2)],
 )
-def test_the_best_is_never_deleted(best_metric: str, values: list[float], best: int, tmp_path: Path) -> None:
+def test_best_checkpoint_is_never_removed(best_metric: str, values: list[float], best: int, tmp_path: Path) -> None:
     for step, value in enumerate(values, 1):  # a new Saver for each: the best is known from what is on disk
         saving = saver(tmp_path, best_metric=best_metric, actor=1, critic=1)
         saving.save(step, models(step), {}, {best_metric.removeprefix("-"): value, "other": 9.0})
     assert checkpoints(tmp_path) == {f"global_step_{best}", "global_step_6"}
-    assert (tmp_path / BEST).read_text() == str(best) and is_whole(tmp_path / f"global_step_{best}", best)
-    named = [(step, text) for step, kind, text in told(tmp_path) if kind == "best checkpoint"]
+    assert (tmp_path / BEST).read_text() == str(best) and is_complete(tmp_path / f"global_step_{best}", best)
+    named = [(step, text) for step, kind, text in events_of(tmp_path) if kind == "best checkpoint"]
     assert named[-1] == (best, f"{best_metric.removeprefix('-')} = {values[best - 1]:g}: it is kept")
     assert [step for step, _ in named] == ([1, 2, 4] if best == 4 else [1, 2])
 
 
-def test_a_step_without_the_metric_is_not_compared_and_that_is_reported_once(tmp_path: Path) -> None:
+def test_missing_best_metric_is_reported_once(tmp_path: Path) -> None:
     saving = saver(tmp_path, best_metric="val/acuracy")
     for step in (1, 2):
         saving.save(step, models(step), {}, {"val/accuracy": 1.0})
     assert not (tmp_path / BEST).exists()
-    assert [text for _, _, text in told(tmp_path)] == [
+    assert [text for _, _, text in events_of(tmp_path)] == [
         "cannot become the best: this step did not measure trainer.best_metric=val/acuracy"
     ]
 
 
-def test_going_back_before_the_best_forgets_it(tmp_path: Path) -> None:
+def test_rollback_before_the_best_step_resets_the_best(tmp_path: Path) -> None:
     for step, value in ((2, 0.1), (4, 0.9), (6, 0.5)):
         saver(tmp_path, best_metric="score").save(step, models(step), {}, {"score": value})
     start_run(tmp_path, 6, None)
@@ -274,14 +274,14 @@ def test_going_back_before_the_best_forgets_it(tmp_path: Path) -> None:
     assert (tmp_path / BEST).read_text() == "2"
 
 
-def test_in_the_background_it_is_written_while_the_run_continues(tmp_path: Path) -> None:
+def test_background_save_is_written_while_the_run_continues(tmp_path: Path) -> None:
     gate: Future[None] = Future()
     saving, state = saver(tmp_path, async_save=True), {"kl": {"coefficient": 0.1}}
     saving.save(2, models(2, gate=gate), state, {})
     state["kl"]["coefficient"] = 0.2
     for _ in range(3):
         saving.finish_pending(patient=False)
-    assert names(tmp_path) == {"global_step_2.incomplete"}, "the ranks are still at it"
+    assert names(tmp_path) == {"global_step_2.incomplete"}, "the ranks are still writing"
     gate.set_result(None)
     saving.save(4, models(4), state, {})
     assert resume_state(tmp_path, 2) == {"kl": {"coefficient": 0.1}}, "complete before the next one begins"
@@ -290,7 +290,7 @@ def test_in_the_background_it_is_written_while_the_run_continues(tmp_path: Path)
 
 
 def written_and_not_completed(run_dir: Path) -> None:
-    """A run that was killed when all ranks had written step 4 and before the controller knew."""
+    """A run that was killed after all ranks had written step 4, before the controller completed it."""
     save(run_dir, 2)
     written = models(4)
     saver(run_dir, actor=1, async_save=True).save(4, written, {"kl": {"coefficient": 0.2}}, {})
@@ -298,31 +298,31 @@ def written_and_not_completed(run_dir: Path) -> None:
     assert "global_step_4.incomplete" in checkpoints(run_dir)
 
 
-def test_a_save_that_was_written_when_the_run_was_killed_is_completed_by_the_next_start(tmp_path: Path) -> None:
+def test_written_save_of_a_killed_run_is_completed_at_the_next_start(tmp_path: Path) -> None:
     written_and_not_completed(tmp_path)
     checkpoint = resolve_resume("auto", None, tmp_path)
-    assert checkpoint is not None and is_whole(checkpoint.path, 4) and (tmp_path / LATEST).read_text() == "4"
+    assert checkpoint is not None and is_complete(checkpoint.path, 4) and (tmp_path / LATEST).read_text() == "4"
     assert resume_state(tmp_path, 4) == {"kl": {"coefficient": 0.2}}
     files = {path.relative_to(checkpoint.path).as_posix() for path in checkpoint.path.rglob("*") if path.is_file()}
     assert files == {*checkpoint.manifest.files, "manifest.json"}
-    assert told(tmp_path) == [(4, "checkpoint", "completed now: all files had been written before the interruption")]
+    assert events_of(tmp_path) == [(4, "checkpoint", "completed now: all files had been written before the interruption")]
 
 
-def test_a_save_that_one_rank_had_not_written_is_not_completed(tmp_path: Path) -> None:
+def test_save_that_one_rank_did_not_write_is_not_completed(tmp_path: Path) -> None:
     written_and_not_completed(tmp_path)
     (tmp_path / "global_step_4.incomplete/critic/shard-00002-of-00002.written").unlink()
-    assert resume(tmp_path) == 2 and checkpoints(tmp_path) == {"global_step_2"} and told(tmp_path) == []
+    assert resume(tmp_path) == 2 and checkpoints(tmp_path) == {"global_step_2"} and events_of(tmp_path) == []
 
 
 @pytest.mark.parametrize("chosen", ["1", "2"])
-def test_the_user_s_choice_of_an_earlier_checkpoint_comes_before_a_written_save(chosen: str, tmp_path: Path) -> None:
+def test_earlier_checkpoint_chosen_by_the_user_precedes_a_written_save(chosen: str, tmp_path: Path) -> None:
     save(tmp_path, 1)
     written_and_not_completed(tmp_path)
     (tmp_path / LATEST).write_text(chosen)
     assert resume(tmp_path) == (1 if chosen == "1" else 4)
 
 
-def test_a_save_is_completed_when_the_run_ends_by_an_error(tmp_path: Path) -> None:
+def test_save_is_completed_when_the_run_ends_with_an_error(tmp_path: Path) -> None:
     written = models(2)
     with pytest.raises(RuntimeError, match="of the run"), saver(tmp_path, async_save=True) as saving:
         saving.save(2, written, {}, {})
@@ -337,7 +337,7 @@ def resume_state(run_dir: Path, step: int) -> dict[str, Any]:
     return checkpoint.manifest.state
 
 
-def test_what_is_ready_is_completed_after_a_step(tmp_path: Path) -> None:
+def test_written_save_is_completed_after_the_next_step(tmp_path: Path) -> None:
     saving = saver(tmp_path, async_save=True)
     written = models(2)
     saving.save(2, written, {}, {})
@@ -348,26 +348,26 @@ def test_what_is_ready_is_completed_after_a_step(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("background", [False, True], ids=["waiting", "background"])
-def test_a_full_disk_is_reported_and_the_next_save_tried(
+def test_full_disk_is_reported_and_the_next_save_attempted(
     background: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     saving = saver(tmp_path, actor=1, critic=1, async_save=background)
     saving.save(2, models(2), {}, {})
     saving.save(4, models(4, problem=FULL), {}, {})
     saving.finish_pending()
-    assert checkpoints(tmp_path) == {"global_step_2"} and is_whole(tmp_path / "global_step_2", 2)
+    assert checkpoints(tmp_path) == {"global_step_2"} and is_complete(tmp_path / "global_step_2", 2)
     no_space = "[Errno 28] No space left on device"
     message = f"not saved: {no_space}; {no_space}; the run continues, the next save is tried"
-    if not background:  # the second model was not even asked
+    if not background:  # the second model was not attempted
         message = f"not saved: {no_space}; the run continues, the next save is tried"
-    assert told(tmp_path) == [(4, "checkpoint", message)] and message in capsys.readouterr().err
+    assert events_of(tmp_path) == [(4, "checkpoint", message)] and message in capsys.readouterr().err
     saving.save(6, models(6), {}, {})
     saving.finish()
     assert checkpoints(tmp_path) == {"global_step_6"} and resume(tmp_path) == 6
 
 
 @pytest.mark.parametrize("place", ["fsync", "replace"])
-def test_a_disk_that_is_full_when_the_controller_writes(place: str, tmp_path: Path) -> None:
+def test_full_disk_of_the_controller_keeps_the_previous_checkpoint(place: str, tmp_path: Path) -> None:
     saving = saver(tmp_path)
     saving.save(2, models(2), {}, {})
 
@@ -377,7 +377,7 @@ def test_a_disk_that_is_full_when_the_controller_writes(place: str, tmp_path: Pa
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(os if place == "fsync" else pathlib.Path, place, full)
         saving.save(4, models(4), {}, {})
-    assert checkpoints(tmp_path) == {"global_step_2"} and told(tmp_path)[0][0] == 4
+    assert checkpoints(tmp_path) == {"global_step_2"} and events_of(tmp_path)[0][0] == 4
     with pytest.raises(
         NotSaved, match=r"the last checkpoint is missing: step 4: \[Errno 28\] .*; the last whole one is .*global_step_2"
     ):
@@ -387,7 +387,7 @@ def test_a_disk_that_is_full_when_the_controller_writes(place: str, tmp_path: Pa
     assert resume(tmp_path) == 6
 
 
-def test_a_run_that_an_alarm_ends_has_what_it_saved(tmp_path: Path) -> None:
+def test_save_in_progress_is_completed_when_an_alarm_ends_the_run(tmp_path: Path) -> None:
     gate: Future[None] = Future()
     with pytest.raises(CheckFailed), saver(tmp_path, async_save=True) as saving:
         saving.save(2, models(2, gate=gate), {}, {})
@@ -397,18 +397,20 @@ def test_a_run_that_an_alarm_ends_has_what_it_saved(tmp_path: Path) -> None:
     assert checkpoints(tmp_path) == {"global_step_2"} and resume(tmp_path) == 2
 
 
-def test_the_end_of_a_run_that_saved_nothing(tmp_path: Path) -> None:
+def test_end_of_a_run_without_any_checkpoint_is_an_error(tmp_path: Path) -> None:
     saving = saver(tmp_path, async_save=True)
     saving.save(4, models(4, problem=FULL), {}, {})
     with pytest.raises(NotSaved, match=r"No space left on device.*; there is none"):
         saving.finish()
 
 
-def test_a_run_directory_that_is_gone_or_is_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_or_invalid_run_directory_is_reported_and_later_saves_succeed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run_dir = tmp_path / "run"
     saving = saver(run_dir)
     run_dir.rmdir()
-    run_dir.write_text("a file where the directory was: nobody may write into it")
+    run_dir.write_text("a file where the directory was: nothing can be written into it")
     saving.save(2, models(2), {}, {})
     error = capsys.readouterr().err
     assert "not saved: [Errno 20] Not a directory" in error and "events.jsonl: [Errno" in error
@@ -420,18 +422,18 @@ def test_a_run_directory_that_is_gone_or_is_none(tmp_path: Path, capsys: pytest.
     assert resume(run_dir) == 6
 
 
-def test_what_cannot_be_removed_does_not_undo_the_new_one(tmp_path: Path) -> None:
+def test_failed_removal_of_old_checkpoints_keeps_the_new_one(tmp_path: Path) -> None:
     saving = saver(tmp_path, actor=1, critic=1)
     saving.save(2, models(2), {}, {})
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(os, "rmdir", lambda *_, **__: (_ for _ in ()).throw(OSError(errno.EBUSY, "busy")))
         saving.save(4, models(4), {}, {})
     saving.finish()
-    assert "old ones were not removed: [Errno 16] busy" in told(tmp_path)[0][2] and resume(tmp_path) == 4
+    assert "old ones were not removed: [Errno 16] busy" in events_of(tmp_path)[0][2] and resume(tmp_path) == 4
 
 
-def test_as_many_copies_are_kept_as_asked_for_and_all_by_default(tmp_path: Path) -> None:
-    """The best too; a run that starts again knows which it wrote."""
+def test_copies_are_limited_to_the_requested_number_and_unlimited_by_default(tmp_path: Path) -> None:
+    """The best one too; a restarted run knows which copies it wrote."""
     for keep, left in ((None, {1, 2, 3, 4}), (1, {2, 4})):
         run_dir, elsewhere = tmp_path / f"run_{keep}", tmp_path / f"copies_{keep}"
         for step, score in ((1, 0.1), (2, 0.9), (3, 0.3), (4, 0.4)):
@@ -439,10 +441,10 @@ def test_as_many_copies_are_kept_as_asked_for_and_all_by_default(tmp_path: Path)
             saving.save(step, models(step), {}, {"score": score})
             saving.finish()
         assert checkpoints(elsewhere) == {f"global_step_{step}" for step in left}
-        assert {kind for _, kind, _ in told(run_dir)} == {"best checkpoint"}
+        assert {kind for _, kind, _ in events_of(run_dir)} == {"best checkpoint"}
 
 
-def test_a_copy_that_cannot_be_removed_is_reported_and_no_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_removal_of_a_copy_is_reported_and_the_run_continues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(self: object, *words: object, **how: object) -> None:
         raise PermissionError("append only")
 
@@ -451,11 +453,11 @@ def test_a_copy_that_cannot_be_removed_is_reported_and_no_problem(tmp_path: Path
     for step in (1, 2):
         saving.save(step, models(step), {}, {})
     saving.finish()
-    assert told(tmp_path / "run")[0][2] == f"old copies in {tmp_path}/copies were not removed: PermissionError: append only"
+    assert events_of(tmp_path / "run")[0][2] == f"old copies in {tmp_path}/copies were not removed: PermissionError: append only"
     assert resume(tmp_path / "copies") is None and checkpoints(tmp_path / "copies") == {"global_step_1", "global_step_2"}
 
 
-def test_copies_are_made_and_one_that_fails_is_reported(tmp_path: Path) -> None:
+def test_checkpoints_are_copied_and_a_failed_copy_is_reported(tmp_path: Path) -> None:
     elsewhere = tmp_path / "elsewhere"
     for background in (False, True):
         run_dir = tmp_path / f"run_{background}"
@@ -471,7 +473,7 @@ def test_copies_are_made_and_one_that_fails_is_reported(tmp_path: Path) -> None:
     saving = saver(tmp_path / "run", remote_dir=str(elsewhere / "no"))
     (elsewhere / "no").write_text("")
     saving.save(2, models(2), {}, {})
-    assert resume(tmp_path / "run") == 2 and told(tmp_path / "run")[0][2].startswith(f"not copied to {elsewhere}/no: ")
+    assert resume(tmp_path / "run") == 2 and events_of(tmp_path / "run")[0][2].startswith(f"not copied to {elsewhere}/no: ")
     with pytest.raises(NotSaved, match=r"step 2 is not copied to .*the last whole one is .*global_step_2"):
         saving.finish()
     (elsewhere / "no").unlink()

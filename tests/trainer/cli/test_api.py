@@ -1,4 +1,4 @@
-"""run_ppo from a script: what callbacks see, what comes back, what is raised."""
+"""run_ppo from a script: arguments of callbacks, results, exceptions."""
 
 import re
 from collections.abc import Mapping
@@ -42,7 +42,7 @@ class Seen(Callback):
         self.calls.append(("end", result))
 
 
-def test_callbacks_see_every_step_and_the_end(task: Path, tmp_path: Path) -> None:
+def test_callbacks_are_called_at_every_step_and_at_the_end(task: Path, tmp_path: Path) -> None:
     words = ppo_arguments(
         task, tmp_path, "trainer.val_before_train=true", "trainer.test_freq=2", "trainer.objective=-response_length/mean"
     )
@@ -60,7 +60,7 @@ def test_callbacks_see_every_step_and_the_end(task: Path, tmp_path: Path) -> Non
     assert outcome is not None and outcome.status == "finished"
 
 
-def test_a_configuration_does_what_its_words_do(task: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_configuration_object_equals_its_command_line(task: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     plain = compose("ppo_trainer", PPOConfig, ppo_arguments(task, tmp_path / "words", "trainer.total_training_steps=1"))
     config = replace(plain, trainer=replace(plain.trainer, default_local_dir=str(tmp_path / "config")))
     assert run_ppo(config).objective is None
@@ -73,7 +73,7 @@ class Broken(Exception):
     pass
 
 
-def test_what_a_callback_raises_ends_the_run_and_comes_out(task: Path, tmp_path: Path) -> None:
+def test_exception_of_a_callback_ends_the_run_and_propagates(task: Path, tmp_path: Path) -> None:
     class Breaks(Seen):
         def on_step_end(self, step: int, metrics: Mapping[str, float]) -> None:
             super().on_step_end(step, metrics)
@@ -101,14 +101,14 @@ def test_what_a_callback_raises_ends_the_run_and_comes_out(task: Path, tmp_path:
         ),
     ],
 )
-def test_what_cannot_work_is_raised_before_anything_begins(words: list[str], error: type[Exception], message: str) -> None:
+def test_invalid_configuration_raises_before_the_run_starts(words: list[str], error: type[Exception], message: str) -> None:
     seen = Seen()
     with pytest.raises(error, match=re.escape(message)):
         run_ppo(words, callbacks=[seen])
     assert seen.calls == []
 
 
-def test_the_page_has_every_method() -> None:
+def test_page_documents_every_method() -> None:
     page = (ROOT / "docs/python_api.md").read_text()
     assert re.findall(r"`(on_\w+)\(", page) == [
         "on_train_begin", "on_validation_end", "on_step_end", "on_train_end",
@@ -116,8 +116,8 @@ def test_the_page_has_every_method() -> None:
     assert {name for name in vars(Callback) if name.startswith("on_")} == {*re.findall(r"`(on_\w+)\(", page)}
 
 
-def test_the_first_example_of_the_page_runs(task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As it stands, but for a smaller run in place of the quick start's."""
+def test_first_example_of_the_page_runs(task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unchanged, but for a smaller run in place of the quick start's."""
     first, second = re.findall(
         r"^```python\n(.*?)^```", (ROOT / "docs/python_api.md").read_text(), flags=re.DOTALL | re.MULTILINE
     )

@@ -1,4 +1,4 @@
-"""What a configuration names and is not there, or is not what it must be: one line, and nothing is started."""
+"""Missing or invalid files that a configuration names: one line each, and nothing is started."""
 
 import os
 import subprocess
@@ -10,10 +10,10 @@ import pytest
 from configs.base.keys import CONFIG_DIR
 from configs.compose import compose
 from configs.schema.ppo import PPOConfig
-from tests.broken import ACTOR, ADVICE, MODEL, PROGRAMS, ROLLOUT, broken_task, check, elsewhere, told  # noqa: F401 - a fixture
+from tests.broken import ACTOR, ADVICE, MODEL, PROGRAMS, ROLLOUT, broken_task, check, elsewhere, problems_of  # noqa: F401 - a fixture
 from trainer.cli.preflight import ppo_inputs
 
-# What is not there, or is not what it must be: told before anything heavy is loaded, but for the last ones.
+# Missing or invalid files: reported before any heavy import, except for the last ones.
 KEY = "reward.custom_reward_function"
 FILES = [
     (f"{MODEL}.path={{task}}/gone", f"{MODEL}.path={{task}}/gone: no such directory"),
@@ -129,7 +129,7 @@ OTHERS = [
     ("generation data.path=/gone.parquet", "data.path=/gone.parquet: no such file"),
     ("generation actor_rollout_ref.model.path=/gone", "actor_rollout_ref.model.path=/gone: no such directory"),
 ]
-# Lines whose files are fine, though others would not be.
+# Lines whose own files are valid, though files of other lines are not.
 FINE = [
     f"data.train_files={{task}}/strange_source.parquet {KEY}.path=null data.train_max_samples=8",
     f"data.val_files={{task}}/strange_source.parquet {KEY}.path=null data.val_max_samples=8",
@@ -149,7 +149,7 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def valid(task: Path) -> list[str]:
-    """A run that trainer.dry_run=full finds to be fine."""
+    """A command line that trainer.dry_run=full accepts."""
     return [
         "recipe=quickstart", "trainer.backend=local", "trainer.n_gpus_per_node=1", "trainer.logger=[]", "reward.num_workers=0",
         f"data.train_files={task}/train.parquet", f"data.val_files={task}/test.parquet",
@@ -164,12 +164,12 @@ def of(words: str, task: Path) -> str:
     return words.replace("{task}", str(task))
 
 
-def test_nothing_is_wrong_with_the_line_that_is_broken(task: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unbroken_line_is_valid(task: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert PROGRAMS["ppo"](valid(task)) == 0, capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("words", "message"), [*FILES, *LATE])
-def test_what_is_not_there(
+def test_missing_or_invalid_file_is_a_one_line_error(
     words: str, message: str, task: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HOME", str(task))
@@ -177,30 +177,30 @@ def test_what_is_not_there(
 
 
 @pytest.mark.parametrize("words", FINE)
-def test_what_is_not_looked_at_is_not_refused(words: str, task: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unused_file_is_not_checked(words: str, task: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(task))
     config = compose("ppo_trainer", PPOConfig, [*valid(task), *of(words, task).split()])
     assert list(ppo_inputs(config)) == []
 
 
 @pytest.mark.parametrize("words", [f"{MODEL}.path={{task}}/gone", "data.train_files=[{task}/few.parquet,{task}/torn.parquet]"])
-def test_one_mistake_is_one_line(words: str, task: Path) -> None:
-    """Though the directory that is not there has no tokenizer either, and the file that can be read too few rows."""
+def test_one_mistake_is_reported_in_one_line(words: str, task: Path) -> None:
+    """Though the missing directory has no tokenizer either, and the readable file has too few rows."""
     config = compose("ppo_trainer", PPOConfig, [*valid(task), *of(words, task).split()])
     (line,) = ppo_inputs(config)
     assert line.startswith((f"{MODEL}.path={task}/gone: ", f"data.train_files={task}/torn.parquet: "))
 
 
 @pytest.mark.parametrize(("words", "message"), OTHERS)
-def test_other_programs(words: str, message: str, task: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_other_programs_report_missing_files(words: str, message: str, task: Path, capsys: pytest.CaptureFixture[str]) -> None:
     program, *argv = of(words, task).split()
     check(program, argv, [of(message, task)], capsys)
 
 
 @pytest.mark.parametrize("words", ["data.train_files=gone.parquet", f"{KEY}.path={{task}}/raises.py"])
-def test_the_traceback_is_shown_on_request(words: str, task: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_traceback_is_shown_on_request(words: str, task: Path, capsys: pytest.CaptureFixture[str]) -> None:
     argv = [*valid(task), *of(words, task).split()]
-    (line,) = told("ppo", argv, capsys)
+    (line,) = problems_of("ppo", argv, capsys)
     assert PROGRAMS["ppo"]([*argv, "trainer.full_traceback=true"]) == 2
     err = capsys.readouterr().err
     assert "Traceback (most recent call last):" in err
@@ -208,8 +208,8 @@ def test_the_traceback_is_shown_on_request(words: str, task: Path, capsys: pytes
 
 
 @pytest.mark.parametrize("words", [f"{MODEL}.path=/gone", "data.train_files={task}/empty.parquet"])
-def test_as_a_user_meets_them(words: str, task: Path) -> None:
-    """In a process of its own, without a dry run: nothing is started, and torch is not even loaded."""
+def test_error_in_a_separate_process_is_one_line_without_loading_torch(words: str, task: Path) -> None:
+    """In a process of its own, without a dry run: nothing is started, and torch is not loaded."""
     argv = [word for word in valid(task) if not word.startswith("trainer.dry_run")] + of(words, task).split()
     result = subprocess.run(
         [sys.executable, "-X", "importtime", "-m", "trainer.main_ppo", *argv],

@@ -1,4 +1,4 @@
-"""What every main_*.py shares: exit codes, one-line errors, notes; and the guard of the package."""
+"""Behaviour shared by every main_*.py: exit codes, one-line errors, notes; and the guard of the package."""
 
 import subprocess
 import sys
@@ -41,7 +41,7 @@ def raising(error: BaseException) -> Program[SFTConfig]:
     return program(run)
 
 
-def test_a_run_gets_the_configuration_and_the_warnings(capsys: pytest.CaptureFixture[str]) -> None:
+def test_run_receives_the_configuration_and_the_warnings(capsys: pytest.CaptureFixture[str]) -> None:
     seen: list[Any] = []
     main = program(lambda config, output: seen.append((config, output)), lambda config, typed: [f"typed {sorted(typed)}"])
     assert main(["optim.lr=1", "use_remove_padding=True"]) == 0
@@ -51,7 +51,7 @@ def test_a_run_gets_the_configuration_and_the_warnings(capsys: pytest.CaptureFix
     assert capsys.readouterr().err.splitlines() == [f"note: {line}" for line in output]
 
 
-def test_a_run_that_has_ended_is_not_started_to_find_that_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_finished_run_is_not_started_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     seen: list[str] = []
 
     def run(config: SFTConfig, output: list[str]) -> None:
@@ -65,7 +65,7 @@ def test_a_run_that_has_ended_is_not_started_to_find_that_out(tmp_path: Path, ca
     exported = tmp_path / "exported"
     main = program(run)
     words = [f"trainer.default_local_dir={tmp_path}", "trainer.logger=[]", f"trainer.export_dir={exported}"]
-    assert main(words) == main(words) == 0 and seen == ["auto", "auto"], "what it is to leave is not there"
+    assert main(words) == main(words) == 0 and seen == ["auto", "auto"], "the export that it shall write is missing"
     exported.mkdir()
     seen.clear()
     assert main(words) == 0 and seen == []
@@ -74,7 +74,7 @@ def test_a_run_that_has_ended_is_not_started_to_find_that_out(tmp_path: Path, ca
     assert main([*words, "trainer.total_epochs=9"]) == 0 and seen == ["disable", "auto"]
 
 
-def test_what_a_run_finds_to_be_wrong_is_a_line_each_and_exit_code_3(capsys: pytest.CaptureFixture[str]) -> None:
+def test_failed_checks_of_a_run_are_a_line_each_and_exit_code_3(capsys: pytest.CaptureFixture[str]) -> None:
     assert raising(CheckFailed("one\ntwo"))([]) == 3
     assert capsys.readouterr().err.splitlines() == ["error: one", "error: two"]
 
@@ -88,7 +88,7 @@ def test_what_a_run_finds_to_be_wrong_is_a_line_each_and_exit_code_3(capsys: pyt
         (["--multrun"], ["error: --multrun: unknown flag; did you mean --multirun?"]),
     ],
 )
-def test_a_wrong_word_is_one_line_and_exit_code_2(
+def test_invalid_argument_is_one_line_and_exit_code_2(
     argv: list[str], lines: list[str] | None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert program()(argv) == 2
@@ -98,7 +98,7 @@ def test_a_wrong_word_is_one_line_and_exit_code_2(
 
 
 @pytest.mark.parametrize("error", [ValueError("two\n  lines"), FileNotFoundError("two lines")])
-def test_what_the_user_can_fix_is_one_line_and_exit_code_2(error: Exception, capsys: pytest.CaptureFixture[str]) -> None:
+def test_user_error_is_one_line_and_exit_code_2(error: Exception, capsys: pytest.CaptureFixture[str]) -> None:
     assert raising(error)([]) == 2
     assert capsys.readouterr().err == "error: two lines (trainer.full_traceback=true shows where)\n"
     assert raising(error)(["trainer.full_traceback=true"]) == 2
@@ -106,13 +106,13 @@ def test_what_the_user_can_fix_is_one_line_and_exit_code_2(error: Exception, cap
 
 
 @pytest.mark.parametrize("words", [[], ["trainer.full_traceback=true"]])
-def test_an_error_reports_no_secret(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_error_contains_no_secret(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert raising(ValueError("no answer from https://me:s3cret@host/v1"))(words) == 2
     err = capsys.readouterr().err
     assert "s3cret" not in err and "no answer from https://" in err and ("Traceback" in err) == bool(words)
 
 
-def test_the_traceback_as_a_configuration_of_ones_own_asks_for_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_traceback_is_shown_if_the_users_configuration_requests_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "own.yaml").write_text("defaults: [sft_trainer, _self_]\ntrainer: {full_traceback: true}\n")
 
     def check(config: SFTConfig, typed: Any) -> list[str]:
@@ -122,7 +122,7 @@ def test_the_traceback_as_a_configuration_of_ones_own_asks_for_it(tmp_path: Path
     assert "Traceback" in (err := capsys.readouterr().err) and err.endswith("\nerror: a contradiction\n")
 
 
-def test_anything_else_is_a_traceback_and_exit_code_1(capsys: pytest.CaptureFixture[str]) -> None:
+def test_unexpected_error_is_a_traceback_and_exit_code_1(capsys: pytest.CaptureFixture[str]) -> None:
     assert raising(RuntimeError("broken"))([]) == 1
     assert "Traceback" in (err := capsys.readouterr().err) and "RuntimeError: broken" in err
 
@@ -135,14 +135,14 @@ def test_anything_else_is_a_traceback_and_exit_code_1(capsys: pytest.CaptureFixt
         NotSaved("the last checkpoint could not be written"),
     ],
 )
-def test_what_says_where_itself_needs_no_traceback(error: Exception, capsys: pytest.CaptureFixture[str]) -> None:
+def test_error_that_names_its_location_has_no_traceback(error: Exception, capsys: pytest.CaptureFixture[str]) -> None:
     assert raising(error)([]) == 1
     assert capsys.readouterr().err == f"error: {error}\n"
     assert raising(error)(["trainer.full_traceback=true"]) == 1
     assert "Traceback" in (err := capsys.readouterr().err) and err.endswith(f"error: {error}\n")
 
 
-def test_ctrl_c_has_no_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+def test_ctrl_c_exits_without_a_traceback(capsys: pytest.CaptureFixture[str]) -> None:
     assert raising(KeyboardInterrupt())([]) == 130
     assert capsys.readouterr().err == "interrupted\n"
     assert raising(KeyboardInterrupt("it resumes from here"))([]) == 130
@@ -150,7 +150,7 @@ def test_ctrl_c_has_no_traceback(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("words", [[], ["trainer.seed=2"]])
-def test_a_command_without_arguments_points_to_help(
+def test_command_without_arguments_points_to_help(
     words: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["a program", *words])
@@ -161,12 +161,12 @@ def test_a_command_without_arguments_points_to_help(
 
 
 @pytest.mark.parametrize("code", [0, 4, 143])
-def test_a_run_that_was_stopped_says_so_in_a_line(capsys: pytest.CaptureFixture[str], code: int) -> None:
+def test_stopped_run_reports_it_in_one_line(capsys: pytest.CaptureFixture[str], code: int) -> None:
     assert raising(Stopped(code, "stopped after step 3"))([]) == code
     assert capsys.readouterr().err == "stopped after step 3\n"
 
 
-def test_what_a_check_finds_is_reported_before_anything_runs(capsys: pytest.CaptureFixture[str]) -> None:
+def test_problems_of_a_check_are_reported_before_the_run(capsys: pytest.CaptureFixture[str]) -> None:
     def check(config: SFTConfig, typed: Any) -> list[str]:
         raise ValueError("one\ntwo")
 
@@ -174,13 +174,13 @@ def test_what_a_check_finds_is_reported_before_anything_runs(capsys: pytest.Capt
     assert capsys.readouterr().err == "error: one\nerror: two\n"
 
 
-def test_a_dry_run_checks_and_starts_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+def test_dry_run_checks_and_starts_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     assert raising(AssertionError())(["trainer.dry_run=config", "trainer.n_gpus_per_node=1"]) == 0
     out = capsys.readouterr().out
     assert out == "configuration is fine: 1 worker on cuda, run directory checkpoints/gsm8k-sft/test\n"
 
 
-def test_jobs_of_a_sweep_run_on_when_one_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_jobs_of_a_sweep_continue_when_one_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     seen: list[str] = []
 
@@ -194,8 +194,8 @@ def test_jobs_of_a_sweep_run_on_when_one_fails(tmp_path: Path, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("program", PROGRAMS.values(), ids=PROGRAMS)
-def test_help_is_a_page(program: Program[Any]) -> None:
-    """Of 80 columns and 60 lines: at most ten keys, each with its default and its comment, and every option of every group."""
+def test_help_fits_one_page(program: Program[Any]) -> None:
+    """80 columns and 60 lines: at most ten keys, each with its default and its comment, and every option of every group."""
     page = program.help()
     lines = page.splitlines()
     assert max(map(len, lines)) <= 80 and len(lines) <= 60
@@ -212,7 +212,7 @@ def test_help_is_a_page(program: Program[Any]) -> None:
     assert ("trainer.dry_run=full" in page) == (program.plan is not None)
 
 
-def test_a_full_dry_run_calls_the_plan_after_the_files_were_looked_at(capsys: pytest.CaptureFixture[str]) -> None:
+def test_full_dry_run_plans_after_the_files_are_checked(capsys: pytest.CaptureFixture[str]) -> None:
     called: list[str] = []
     main = replace(raising(AssertionError()), plan=lambda config: called.append(config.trainer.default_local_dir))
     assert main(["trainer.dry_run=full", "trainer.default_local_dir=x"]) == 0 and called == ["x"]
@@ -226,8 +226,8 @@ def test_a_full_dry_run_calls_the_plan_after_the_files_were_looked_at(capsys: py
 
 @pytest.mark.parametrize("name", ["workers", "configs"])
 @pytest.mark.parametrize("marker", ["__init__.py", None])
-def test_the_guard_names_both_paths(name: str, marker: str | None, tmp_path: Path) -> None:
-    """A folder of the user's in the working directory comes first on sys.path, and hides ours."""
+def test_guard_names_both_paths(name: str, marker: str | None, tmp_path: Path) -> None:
+    """A folder of the user's in the working directory comes first on sys.path, and hides this package."""
     expected = tmp_path / name / marker if marker else tmp_path / f"{name}.py"
     expected.parent.mkdir(exist_ok=True)
     expected.touch()
@@ -244,7 +244,7 @@ def test_the_guard_names_both_paths(name: str, marker: str | None, tmp_path: Pat
 
 
 @pytest.mark.parametrize(("code", "jobs"), [(143, ["x/0"]), (4, ["x/0", "x/1"]), (0, ["x/0", "x/1"])])
-def test_a_signal_to_one_job_of_a_sweep_is_for_those_that_are_left_too(
+def test_stop_code_143_ends_a_sweep_and_other_codes_do_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, jobs: list[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)

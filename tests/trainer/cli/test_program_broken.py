@@ -1,6 +1,6 @@
 """Broken command lines: each problem is one line that names the key, the value and what to do, and nothing is started.
 
-Here by what the configuration alone tells; tests/trainer/cli/test_preflight.py has those by what is not there.
+Problems that the configuration alone shows; tests/trainer/cli/test_preflight.py has missing and invalid files.
 """
 
 import random
@@ -14,7 +14,7 @@ import pytest
 from configs.argv import groups_of
 from configs.base.keys import CONFIG_DIR, bare_type, keys_of
 from configs.schema.ppo import PPOConfig
-from tests.broken import ACTOR, CORRECTION, MODEL, OVERLONG, PROGRAMS, ROLLOUT, TWO, check, elsewhere, told  # noqa: F401 - a fixture
+from tests.broken import ACTOR, CORRECTION, MODEL, OVERLONG, PROGRAMS, ROLLOUT, TWO, check, elsewhere, problems_of  # noqa: F401 - a fixture
 
 # Valid command lines, of which one word is broken at random.
 LINES = {
@@ -37,14 +37,14 @@ LEAVES = keys_of(PPOConfig).leaves
 
 @dataclass(frozen=True)
 class Mutant:
-    """kind: what was done to the word. said: what the one line must have, the value among it."""
+    """kind: the change of the word. message: parts that the line must contain, the value among them."""
 
     words: tuple[str, ...]
     kind: str
-    said: tuple[str, ...]
+    message: tuple[str, ...]
 
     def __str__(self) -> str:
-        return f"{self.kind}: {' '.join(self.said)}"
+        return f"{self.kind}: {' '.join(self.message)}"
 
 
 def mutants(seed: int, each: int) -> Iterator[Mutant]:
@@ -59,8 +59,8 @@ def mutants(seed: int, each: int) -> Iterator[Mutant]:
         for words in (tuple(line.split()) for line in LINES.values()):
             for place, word in enumerate(words):
                 key, _, value = word.partition("=")
-                for new, *said in breaks(draw, key, value):
-                    found[new] = Mutant((*words[:place], new, *words[place + 1 :]), kind, tuple(said))
+                for new, *message in breaks(draw, key, value):
+                    found[new] = Mutant((*words[:place], new, *words[place + 1 :]), kind, tuple(message))
         assert len(found) >= each, f"{kind}: {len(found)}"
         yield from draw.sample([found[new] for new in sorted(found)], each)
 
@@ -132,7 +132,7 @@ def plain(key: str) -> Any:
 
 MUTANTS = [*mutants(seed=150, each=7)]
 
-# Words that no test of tests/configs has, and what the one line must have; others may follow it.
+# Arguments that no test of tests/configs has, and what the line must contain.
 CONTRADICTIONS = [
     ("trainer.n_gpus_per_node=2", "trainer.backend=local: runs a single worker"),
     ("algorithm.adv_estimator=gdpo", "algorithm.gdpo_reward_keys=null: "),
@@ -186,33 +186,35 @@ BASE = (
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=str)
-def test_one_word_of_a_valid_line_is_broken(mutant: Mutant, capsys: pytest.CaptureFixture[str]) -> None:
-    check("ppo", mutant.words, mutant.said, capsys)
+def test_one_broken_word_is_a_one_line_error(mutant: Mutant, capsys: pytest.CaptureFixture[str]) -> None:
+    check("ppo", mutant.words, mutant.message, capsys)
 
 
 @pytest.mark.parametrize("line", [*LINES.values(), BASE])
-def test_the_lines_are_valid_before(line: str) -> None:
+def test_unbroken_lines_are_valid(line: str) -> None:
     assert PROGRAMS["ppo"]([*line.split(), "trainer.dry_run=config"]) == 0
 
 
-@pytest.mark.parametrize(("words", "said"), CONTRADICTIONS)
-def test_what_does_not_go_together(words: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    check("ppo", [*BASE.split(), *words.split()], [said], capsys)
+@pytest.mark.parametrize(("words", "message"), CONTRADICTIONS)
+def test_incompatible_keys_are_refused(words: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    check("ppo", [*BASE.split(), *words.split()], [message], capsys)
 
 
-@pytest.mark.parametrize(("words", "said"), OTHERS)
-def test_other_programs_and_configurations_of_ones_own(words: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(("words", "message"), OTHERS)
+def test_other_programs_and_user_configurations_report_errors(
+    words: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     for name, text in OWN.items():
         Path(f"{name}.yaml").write_text(text)
     program, *argv = words.split()
-    check(program, argv, [said], capsys)
+    check(program, argv, [message], capsys)
 
 
 @pytest.mark.parametrize("words", ["trainer.sed=1", "trainer.seed=x", "recipe=quikstart", "trainer.walltime=soon"])
-def test_the_traceback_is_shown_on_request(words: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """At each place where a command line can fail; tests/trainer/cli/test_preflight.py has the others."""
+def test_traceback_is_shown_on_request(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """At each point where a command line can fail; tests/trainer/cli/test_preflight.py has the others."""
     argv = [*BASE.split(), *words.split()]
-    (line,) = told("ppo", argv, capsys)
+    (line,) = problems_of("ppo", argv, capsys)
     assert PROGRAMS["ppo"]([*argv, "trainer.full_traceback=true"]) == 2
     err = capsys.readouterr().err
     assert "Traceback (most recent call last):" in err and err.splitlines()[-1] == f"error: {line}"

@@ -1,4 +1,4 @@
-"""Grids that are started again: each point is judged by its directory's own record."""
+"""Sweeps that are started again: the state of each trial is read from its own run directory."""
 
 import json
 import math
@@ -25,8 +25,8 @@ from trainer.tracking.tracker import Tracker
 
 
 class Runs:
-    """A program whose runs keep their directories as all do, and are over at once. fail: the learning rates that raise so.
-    gone: what is not there any more."""
+    """A program whose runs keep their run directories and end at once. fail: learning rates for which it raises.
+    gone: missing files."""
 
     def __init__(self) -> None:
         self.begun: list[str] = []
@@ -54,7 +54,7 @@ class Runs:
 
         def attempt() -> None:
             tracker = Tracker([], run_dir, "p", "e", asdict(config))
-            assert not (run_dir / OUTCOME).exists(), "it is not over"
+            assert not (run_dir / OUTCOME).exists(), "the trial has not ended"
             lifecycle.started = True
             tracker.log({"train/loss": math.log10(config.optim.lr) ** 2, GLOBAL_STEP: 1}, 1)
             tracker.close()
@@ -74,37 +74,37 @@ GRID = "optim.lr=0.1,0.01"
 
 
 def rows(out: str) -> list[list[str]]:
-    """The words of what was printed, but for Hydra's own lines."""
+    """The words of the printed lines, without Hydra's own."""
     return [line.split() for line in out.splitlines() if not line.startswith("[")]
 
 
-def test_a_finished_point_is_left_as_it_is(runs: Runs, capsys: pytest.CaptureFixture[str]) -> None:
+def test_finished_trial_is_not_run_again(runs: Runs, capsys: pytest.CaptureFixture[str]) -> None:
     assert runs(GRID) == 0 and runs.begun == ["0", "1"]
     lines = rows(capsys.readouterr().out)
     assert [line[:3] for line in lines] == [["point", "status", "objective"], ["0", "finished", "-1"], ["1", "finished", "-4"]]
     assert lines[2][4:] == ["optim.lr=0.01"]
     write_outcome(Path("x/1"), "finished", 12.25)
     written = {path: path.stat().st_mtime_ns for path in Path("x").glob("[01]/*")}
-    assert runs(GRID, "trainer.dry_run=full") == 0 and runs.planned == ["0", "1"], "a plan is asked for, not a result"
+    assert runs(GRID, "trainer.dry_run=full") == 0 and runs.planned == ["0", "1"], "a plan is requested, not a result"
     out, err = capsys.readouterr()
     assert rows(out) == [] and err == ""
     runs.gone = ["data.train_files=a: no such file"]
     assert runs(GRID, "trainer.objective=train/loss", "trainer.max_restarts=2") == 0 and runs.begun == ["0", "1"]
     out, err = capsys.readouterr()
-    assert [line[2] for line in rows(out)] == ["objective", "1", "4"], "it may be named when all is over"
-    assert rows(out)[2][3] == "12.2", "the seconds are those that it took"
+    assert [line[2] for line in rows(out)] == ["objective", "1", "4"], "the objective may be named after all trials ended"
+    assert rows(out)[2][3] == "12.2", "the seconds of the run itself"
     assert [line for line in err.splitlines() if line.startswith("point")] == [
         f"point {point} was finished by an earlier start: it is left as it is (x/{point})" for point in "01"
     ]
     assert written == {path: path.stat().st_mtime_ns for path in Path("x").glob("[01]/*")} and len(written) > 4
-    assert runs("optim.lr=0.1") == 0 and len(rows(capsys.readouterr().out)) == 2, "the points of this start alone"
-    assert runs("optim.lr=0.1,0.01,0.5") == 2 and runs.begun == ["0", "1"], "inputs count for those that are to begin"
+    assert runs("optim.lr=0.1") == 0 and len(rows(capsys.readouterr().out)) == 2, "the trials of this start alone"
+    assert runs("optim.lr=0.1,0.01,0.5") == 2 and runs.begun == ["0", "1"], "inputs are checked for trials that start"
 
 
-def test_killed_and_failed_points_are_tried_again(runs: Runs, capsys: pytest.CaptureFixture[str]) -> None:
+def test_killed_and_failed_trials_are_run_again(runs: Runs, capsys: pytest.CaptureFixture[str]) -> None:
     runs.fail = {0.01: RuntimeError("broken")}
     assert runs("optim.lr=0.1,0.01,0.001") == 1
-    Path("x/2/outcome.json").unlink()  # as a process that is killed leaves it
+    Path("x/2/outcome.json").unlink()  # as a killed process leaves it
     assert [line[1:3] for line in rows(capsys.readouterr().out)[1:]] == [["finished", "-1"], ["failed", "-"], ["finished", "-9"]]
     runs.begun, runs.fail = [], {}
     assert runs("optim.lr=0.1,0.01,0.001") == 0 and runs.begun == ["1", "2"]
@@ -117,7 +117,7 @@ def test_killed_and_failed_points_are_tried_again(runs: Runs, capsys: pytest.Cap
     assert json.loads(Path("x/1/outcome.json").read_text())["status"] == "finished"
 
 
-def test_another_run_in_a_points_directory_is_an_error_of_one_line(runs: Runs, capsys: pytest.CaptureFixture[str]) -> None:
+def test_other_run_in_the_directory_of_a_trial_is_a_one_line_error(runs: Runs, capsys: pytest.CaptureFixture[str]) -> None:
     assert runs(GRID) == 0
     before = {path: path.read_bytes() for path in Path("x/1").iterdir()}
     capsys.readouterr()
@@ -130,13 +130,13 @@ def test_another_run_in_a_points_directory_is_an_error_of_one_line(runs: Runs, c
     assert before == {path: path.read_bytes() for path in Path("x/1").iterdir()}
 
 
-def test_resume_mode_disable_starts_every_point_anew(runs: Runs) -> None:
-    assert runs(GRID) == runs(GRID, "trainer.dry_run=full") == 0 and runs.planned == ["0", "1"], "a plan is for any point"
+def test_resume_mode_disable_restarts_every_trial(runs: Runs) -> None:
+    assert runs(GRID) == runs(GRID, "trainer.dry_run=full") == 0 and runs.planned == ["0", "1"], "every trial is planned"
     assert runs(GRID, "trainer.resume_mode=disable") == 0
     assert runs.begun == ["0", "1", "0", "1"] and Path("x/0/earlier_1").is_dir()
 
 
-def test_ctrl_c_leaves_the_point_interrupted(runs: Runs) -> None:
+def test_ctrl_c_leaves_the_trial_interrupted(runs: Runs) -> None:
     runs.fail = {0.1: KeyboardInterrupt()}
     assert runs(GRID) == 130 and runs.begun == ["0"]
     assert json.loads(Path("x/0/outcome.json").read_text())["status"] == "interrupted"
@@ -144,7 +144,7 @@ def test_ctrl_c_leaves_the_point_interrupted(runs: Runs) -> None:
     assert runs(GRID) == 0 and runs.begun == ["0", "0", "1"]
 
 
-def test_an_objective_that_no_step_measured_is_reported(runs: Runs, capsys: pytest.CaptureFixture[str]) -> None:
+def test_objective_without_a_measurement_is_reported(runs: Runs, capsys: pytest.CaptureFixture[str]) -> None:
     assert runs(GRID, "trainer.objective=train/los") == 2
     errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error")]
     assert errors == [
@@ -152,8 +152,8 @@ def test_an_objective_that_no_step_measured_is_reported(runs: Runs, capsys: pyte
     ]
 
 
-def test_what_does_not_begin_after_a_signal_was_not_tried(runs: Runs, tmp_path: Path) -> None:
-    """Beside others, by another launcher: to a sweeper it is as one that was interrupted."""
+def test_trial_that_did_not_start_after_a_signal_counts_as_interrupted(runs: Runs, tmp_path: Path) -> None:
+    """With a launcher of concurrent trials: the sweeper gets the same result as for an interrupted one."""
     write_result(Point(0, (), tmp_path), Result(0, (), "interrupted", 143, None, 1.0))
     left = main_ppo.PROGRAM.point(
         OmegaConf.create(), normalise([], PPOConfig, "ppo_trainer"), Point(1, (), tmp_path), full_traceback=True
@@ -161,7 +161,7 @@ def test_what_does_not_begin_after_a_signal_was_not_tried(runs: Runs, tmp_path: 
     assert left == INTERRUPTED and [result.status for result in read_results(tmp_path)] == ["interrupted", "not started"]
 
 
-def test_a_dry_run_leaves_no_table_and_no_file(runs: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_dry_run_leaves_no_table_and_no_file(runs: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert runs(GRID, "trainer.dry_run=config") == 0 and runs.begun == []
     assert [line[:3] for line in rows(capsys.readouterr().out)] == [["configuration", "is", "fine:"]] * 2
     assert list(tmp_path.iterdir()) == []
@@ -181,8 +181,8 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
 """
 
 
-def test_a_real_grid_is_stopped_by_a_signal_and_continues(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """SIGTERM in the first of two steps of the second of three points; 8 prompts times 4 answers a step."""
+def test_real_grid_continues_after_a_signal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """SIGTERM in the first of two steps of the second of three trials; 8 prompts times 4 responses a step."""
     task = make_task(tmp_path / "task")
     whole = run_ppo(task, tmp_path / "whole", "trainer.seed=2")
     handler = signal.getsignal(signal.SIGTERM)
@@ -198,6 +198,6 @@ def test_a_real_grid_is_stopped_by_a_signal_and_continues(tmp_path: Path, capsys
     assert main_ppo.PROGRAM(words) == 0
     assert [line[1] for line in rows(capsys.readouterr().out)[-3:]] == ["finished"] * 3
     assert (tmp_path / "grid/0/metrics.jsonl").stat().st_mtime_ns == first
-    assert repeatable(metrics_of(tmp_path / "grid/1")) == repeatable(whole), "it went on from its checkpoint, to the bit"
-    assert int(flag.read_text()) == 32 * (2 + 2 + 2), "no step of the second point came twice"
+    assert repeatable(metrics_of(tmp_path / "grid/1")) == repeatable(whole), "it resumed from its checkpoint, bitwise identical"
+    assert int(flag.read_text()) == 32 * (2 + 2 + 2), "no step of the second trial ran twice"
     assert os.environ.get("HYDRA_FULL_ERROR") is None

@@ -1,4 +1,4 @@
-"""Points that submitit starts in processes of its own, on this machine."""
+"""Trials that submitit starts in processes of its own, on this machine."""
 
 import os
 import subprocess
@@ -13,7 +13,7 @@ from tests.runs import make_task, metrics_of, ppo_arguments
 
 
 def sweep(folder: Path, module: str, *words: str) -> list[str]:
-    """What a sweep in ``folder`` prints, but for Hydra's own lines."""
+    """The printed lines of a sweep in ``folder``, without Hydra's own."""
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", module, "-m", "trainer.default_local_dir=x", *words]
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
@@ -24,8 +24,8 @@ def sweep(folder: Path, module: str, *words: str) -> list[str]:
 SEARCH = ("hydra/launcher=submitit_local", "hydra/sweeper=optuna", "hydra.sweeper.n_jobs=2", "hydra.sweeper.n_trials=2")
 
 
-def test_points_through_submitit_chosen_by_optuna(tmp_path: Path) -> None:
-    """Two processes of submitit's at the same time; their results come back to the study and to the table."""
+def test_submitit_trials_report_to_optuna_and_the_table(tmp_path: Path) -> None:
+    """Two processes of submitit at the same time; their results reach the study and the table."""
     keys = ("optim.lr=tag(log,interval(1e-5,1e-3))", "optim.weight_decay=choice(0.0,0.1)")
     best, *table = sweep(tmp_path, "tests.trainer.points", *SEARCH, *keys, "trainer.seed=1", "trainer.objective=train/loss")
     results = read_results(tmp_path / "x")
@@ -40,7 +40,7 @@ def test_points_through_submitit_chosen_by_optuna(tmp_path: Path) -> None:
 
 
 @pytest.mark.soak
-def test_runs_through_submitit_chosen_by_optuna(tmp_path: Path) -> None:
+def test_submitit_runs_report_to_optuna(tmp_path: Path) -> None:
     small = ppo_arguments(make_task(tmp_path / "task"), Path("x"), "trainer.total_training_steps=1")
     lr = "actor_rollout_ref.actor.optim.lr=tag(log,interval(1e-5,1e-3))"
     sweep(tmp_path, "trainer.main_ppo", *SEARCH, *small, lr, "trainer.objective=critic/score/mean")

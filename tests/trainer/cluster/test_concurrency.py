@@ -1,4 +1,4 @@
-"""Parts of a step at the same time: who waits for whom, and what becomes of an error."""
+"""Concurrent role execution: order within a pool, overlap between pools, and errors."""
 
 import threading
 import time
@@ -13,11 +13,11 @@ from trainer.cluster.concurrency import Together, phases_of
 from workers.controller.group import Replies, Transport, WorkerGroup
 from workers.controller.rpc import Arguments, Call
 
-SECONDS = 20.0  # more than any of this takes
+SECONDS = 20.0  # more than any of these tests takes
 
 
 class Workers(Transport):
-    """They only end."""
+    """Workers that can only be ended."""
 
     def __init__(self) -> None:
         self.ended = threading.Event()
@@ -25,7 +25,7 @@ class Workers(Transport):
     def send(
         self, call: Call[Any], arguments: Mapping[int, Arguments], wanted: Collection[int], seconds: float | None
     ) -> Replies:
-        raise AssertionError("nobody calls them")
+        raise AssertionError("not called in this test")
 
     def close(self) -> None:
         self.ended.set()
@@ -38,7 +38,7 @@ def groups(**of_role: str) -> tuple[Together, dict[str, Workers]]:
     return Together({role: made[pool] for role, pool in of_role.items()}, n_gpus=1), workers
 
 
-def test_in_one_pool_everything_is_as_without() -> None:
+def test_one_pool_runs_parts_in_order_in_the_calling_thread() -> None:
     together, _ = groups(actor="all", critic="all")
     seen: list[tuple[str, threading.Thread]] = []
 
@@ -55,7 +55,7 @@ def test_in_one_pool_everything_is_as_without() -> None:
     assert together({}) == {}
 
 
-def test_pools_work_at_the_same_time_and_a_pool_in_order() -> None:
+def test_pools_work_concurrently_and_each_in_order() -> None:
     together, _ = groups(actor="a", ref="a", critic="b")
     meeting, order = threading.Barrier(2), list[str]()
 
@@ -74,13 +74,13 @@ def test_pools_work_at_the_same_time_and_a_pool_in_order() -> None:
         return "critic"
 
     found = together({"actor": actor, "ref": ref, "critic": critic})
-    assert list(found) == ["actor", "ref", "critic"], "in the order in which they stand, whoever is first"
+    assert list(found) == ["actor", "ref", "critic"], "in the order of the arguments, whichever ends first"
     assert order == ["actor", "ref"]
 
 
 @pytest.mark.parametrize("pool", ["a", "b"])
-def test_an_error_is_raised_at_once_and_the_others_are_ended(pool: str) -> None:
-    """The part that is under way ends when its workers do, as a call on Ray does."""
+def test_error_of_one_pool_is_raised_at_once_and_the_others_are_ended(pool: str) -> None:
+    """A part that is running ends when its workers end, as a call on Ray does."""
     together, workers = groups(actor="a", critic="b")
     other, role = ("b", "actor") if pool == "a" else ("a", "critic")
     gone = threading.Event()
@@ -98,10 +98,10 @@ def test_an_error_is_raised_at_once_and_the_others_are_ended(pool: str) -> None:
         together(parts)
     assert time.monotonic() - begun < SECONDS / 2
     assert workers[other].ended.is_set() and not workers[pool].ended.is_set()
-    assert gone.is_set(), "no thread is left"
+    assert gone.is_set(), "no thread remains"
 
 
-def test_phases_know_their_pools() -> None:
+def test_spans_record_the_pools_of_their_phase() -> None:
     def pool(name: str, *roles: str) -> Pool:
         return Pool(name, roles, 1, 1, 1.0, 0, 0, "")
 

@@ -1,4 +1,4 @@
-"""trainer.deterministic in a whole run: it reaches the workers, changes nothing on a CPU, and tells what it cannot have."""
+"""trainer.deterministic in a complete run: workers are deterministic, CPU results do not change, other kernels are reported."""
 
 from contextlib import nullcontext
 from pathlib import Path
@@ -15,13 +15,13 @@ from trainer.run.events import Events
 from trainer.run.run_dir import EVENTS, read_lines
 from workers.controller.group import WorkerGroup
 
-# Where it is asked for, the first update of a worker that was not told ends the run.
+# With the setting, the first update of a worker that is not deterministic ends the run.
 LOSS = """
 import os
 import torch
 from trainer.algorithms.policy_losses import POLICY_LOSSES
 
-def told(inputs, config):
+def deterministic(inputs, config):
     assert torch.are_deterministic_algorithms_enabled() and os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
     return POLICY_LOSSES["vanilla"](inputs, config)
 
@@ -39,21 +39,23 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_it_reaches_the_worker_and_changes_nothing_on_a_cpu(task: Path, tmp_path: Path) -> None:
+def test_deterministic_workers_give_the_same_cpu_run(task: Path, tmp_path: Path) -> None:
     plain = run_ppo(task, tmp_path / "plain")
-    deterministic = run_ppo(task, tmp_path / "told", "trainer.deterministic=true", f"{LOSS_MODE}={task}/loss.py:told")
+    deterministic = run_ppo(
+        task, tmp_path / "deterministic", "trainer.deterministic=true", f"{LOSS_MODE}={task}/loss.py:deterministic"
+    )
     assert repeatable(deterministic) == repeatable(plain)
-    assert read_lines(tmp_path / "told" / EVENTS) == []
+    assert read_lines(tmp_path / "deterministic" / EVENTS) == []
 
 
-def test_a_kernel_that_does_not_repeat_itself_is_told_once(task: Path, tmp_path: Path) -> None:
+def test_nondeterministic_kernel_is_reported_once(task: Path, tmp_path: Path) -> None:
     run_ppo(task, tmp_path, "trainer.deterministic=true", f"{LOSS_MODE}={task}/loss.py:doubtful")
     (event,) = read_lines(tmp_path / EVENTS)
     assert (event["step"], event["kind"]) == (1, "not deterministic")
     assert event["text"] == "put_ has no deterministic implementation: this run may not repeat"
 
 
-def test_every_pools_workers_are_asked_once(tmp_path: Path) -> None:
+def test_workers_of_every_pool_are_polled_once(tmp_path: Path) -> None:
     asked: list[str] = []
 
     def call(group: WorkerGroup, *words: str) -> list[list[str]]:
@@ -67,13 +69,15 @@ def test_every_pools_workers_are_asked_once(tmp_path: Path) -> None:
     assert [event["text"].split()[0] for event in read_lines(tmp_path / EVENTS)] == ["kernel_of_a", "kernel_of_b"]
 
 
-def test_vllm_is_told_to_be_batch_invariant() -> None:
+def test_deterministic_vllm_is_batch_invariant() -> None:
     assert worker_environment(False, "vllm") == {}
     assert worker_environment(True, "embedded") == worker_environment(True) == {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
     assert worker_environment(True, "vllm") == {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "VLLM_BATCH_INVARIANT": "1"}
 
 
-def test_supervised_training_asks_and_tells_too(task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_supervised_training_reports_nondeterministic_kernels(
+    task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("workers.roles.worker.deterministic_kernels", lambda: nullcontext({"some_kernel"}))
     code = main_sft.PROGRAM(
         [

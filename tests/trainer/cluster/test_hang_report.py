@@ -1,4 +1,4 @@
-"""Who holds the others up, read from stacks; and what is written down."""
+"""The suspected straggler ranks, read from stacks; and the files of a hang report."""
 
 import json
 from dataclasses import replace
@@ -52,43 +52,43 @@ def recording(state: RankState, *entries: dict[str, Any]) -> RankState:
 
 
 @pytest.mark.parametrize("waits", [IN_COLLECTIVE, WRAPPED, MEETS, *CHANNEL])
-def test_who_is_not_in_the_collective_holds_the_others_up(waits: list[tuple[str, int, str]]) -> None:
+def test_rank_outside_the_collective_is_the_suspect(waits: list[tuple[str, int, str]]) -> None:
     found = verdict([rank(0, waits), rank(1, FORWARD), rank(2, waits)])
     assert found == Verdict([1], "it is in no collective, and ranks 0, 2 wait in one")
 
 
-def test_a_collective_may_be_entered_by_any_thread() -> None:
+def test_collective_of_any_thread_counts() -> None:
     """On a GPU the backward runs in threads of its own."""
     assert verdict([rank(0, IN_COLLECTIVE, SLEEPS), rank(1, SLEEPS, SLEEPS)]).ranks == [1]
 
 
-def test_who_has_answered_without_a_collective_that_others_wait_in() -> None:
+def test_rank_that_returned_without_the_collective_is_the_suspect() -> None:
     found = verdict([rank(0, IDLE, answered=True), rank(1, IN_COLLECTIVE)])
     assert found == Verdict([0], "it has ended its call, and rank 1 waits in a collective")
     assert verdict([rank(0, IDLE, answered=True), rank(1, IN_COLLECTIVE), rank(2, SLEEPS)]).ranks == [2], (
-        "who is at work is likelier"
+        "a rank that still works is likelier"
     )
 
 
-def test_who_gave_up_waiting_is_not_to_blame() -> None:
+def test_rank_that_timed_out_in_the_collective_is_not_the_suspect() -> None:
     assert verdict([rank(0, IDLE), rank(1, SLEEPS)], [0]) == Verdict([1], "it is in no collective, and rank 0 waits in one")
 
 
-def test_dead_and_stopped_processes_come_first() -> None:
+def test_dead_and_stopped_processes_are_the_first_suspects() -> None:
     assert verdict([rank(0, SLEEPS), rank(1, status=GONE)]) == Verdict([1], "its process is dead")
     assert verdict([rank(0, SLEEPS), rank(1, IN_COLLECTIVE, child="stopped")]).ranks == [1]
     assert verdict([rank(0, SLEEPS), rank(1, status="stopped")]).why.startswith("a process of it is stopped")
 
 
-def test_who_waited_until_nccl_ended_its_process_is_not_to_blame() -> None:
+def test_rank_that_nccl_aborted_while_it_waited_is_not_the_suspect() -> None:
     own = rank(0, status=GONE)
-    said = "[rank0]: Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7, OpType=ALLREDUCE)"
-    ended = RankState(0, False, own.processes, own.log, (said, "Fatal Python error: Aborted"))
+    line = "[rank0]: Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7, OpType=ALLREDUCE)"
+    ended = RankState(0, False, own.processes, own.log, (line, "Fatal Python error: Aborted"))
     assert verdict([ended, rank(1, SLEEPS)]) == Verdict([1], "it is in no collective, and rank 0 waits in one")
     assert verdict([ended, rank(1, status=GONE)]) == Verdict([1], "its process is dead")
 
 
-def test_the_recorder_of_collectives_comes_before_stacks(tmp_path: Path) -> None:
+def test_flight_recorder_precedes_stacks(tmp_path: Path) -> None:
     """On CUDA the rank that waits is in no call of torch.distributed."""
     entered = entry(17, "all_reduce", "dp", state="scheduled")
     states = [recording(rank(0, SLEEPS), entry(16, "broadcast", "dp"), entered), recording(rank(1, IN_COLLECTIVE))]
@@ -104,28 +104,30 @@ def test_the_recorder_of_collectives_comes_before_stacks(tmp_path: Path) -> None
     assert json.loads((kept / "rank_0_collectives.json").read_text())["nccl"]["entries"][1] == entered
 
 
-def test_what_py_spy_found_is_kept(tmp_path: Path) -> None:
+def test_native_stacks_of_py_spy_are_in_the_report(tmp_path: Path) -> None:
     silent = replace(rank(0).processes[0], native="Thread 7\n    futex_wait (libc.so.6)\n")
     text = of_rank(Stall(1, "ask", [], [], Verdict([], "")), RankState(0, False, (silent,), None, ()))
     assert text.endswith("its threads wait in\npython: futex\nThread 7\n    futex_wait (libc.so.6)\n")
 
 
-def test_on_a_gpu_who_is_elsewhere_than_the_others() -> None:
-    """There ranks wait for one another in kernels; those of an engine's own NCCL are not recorded."""
+def test_rank_with_a_different_stack_is_the_suspect_on_gpu() -> None:
+    """Ranks wait for one another in kernels there; the rollout engine's own NCCL is not recorded."""
     assert verdict([rank(0, FORWARD), rank(1, SLEEPS), rank(2, FORWARD)]) == Verdict([1], "it is elsewhere than the others")
     assert verdict([rank(0, SLEEPS), rank(1, SLEEPS), rank(2, IDLE, answered=True)]) == Verdict([0, 1], "")
 
 
-def test_without_a_sign_all_who_are_late_are_named() -> None:
+def test_all_late_ranks_are_named_without_evidence() -> None:
     assert verdict([rank(0, SLEEPS), rank(1, SLEEPS), rank(2, SLEEPS)]) == Verdict([0, 1, 2], "")
     assert verdict([rank(0, SLEEPS), rank(1, MEETS[1:])]) == Verdict([0, 1], "")
     assert verdict([rank(0, IN_COLLECTIVE), rank(1, MEETS)]).ranks == [0, 1]
-    assert verdict([rank(0, IN_COLLECTIVE), rank(1, MEETS), rank(2, IN_COLLECTIVE)]).ranks == [1], "the odd one out"
+    assert verdict([rank(0, IN_COLLECTIVE), rank(1, MEETS), rank(2, IN_COLLECTIVE)]).ranks == [1], (
+        "the one with a different stack"
+    )
     assert verdict([]) == Verdict([], "")
 
 
 @pytest.mark.parametrize(
-    ("said", "ended"),
+    ("message", "ended"),
     [
         ("RuntimeError: [gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 3000ms for recv operation to complete", True),
         ("[rank0]: Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7, OpType=ALLREDUCE)", True),
@@ -133,12 +135,12 @@ def test_without_a_sign_all_who_are_late_are_named() -> None:
         ("TimeoutError: the reward timed out", False),
     ],
 )
-def test_the_error_of_a_collective_that_ran_out_of_time(said: str, ended: bool) -> None:
-    assert ended_in_collective(said) is ended
+def test_timeout_error_of_a_collective_is_recognized(message: str, ended: bool) -> None:
+    assert ended_in_collective(message) is ended
 
 
 @pytest.mark.parametrize(
-    ("frames", "said"),
+    ("frames", "location"),
     [
         (IN_COLLECTIVE, "workers/engine/fsdp/fsdp_engine.py:120 in train_step"),
         ([(module.__spec__.origin.replace("trainer/cluster/hang_report.py", "x"), 1, "y")], f"{ROOT}/x:1 in y"),
@@ -146,9 +148,9 @@ def test_the_error_of_a_collective_that_ran_out_of_time(said: str, ended: bool) 
         (IDLE[:0], ""),
     ],
 )  # fmt: skip
-def test_the_innermost_frame_of_ours_or_the_users(frames: list[tuple[str, int, str]], said: str) -> None:
+def test_location_is_the_innermost_frame_of_the_project_or_the_user(frames: list[tuple[str, int, str]], location: str) -> None:
     threads = [IDLE, frames] if frames else []
-    assert where(rank(0, *threads).processes[0]) == said
+    assert where(rank(0, *threads).processes[0]) == location
 
 
 def stalled() -> Stall:
@@ -156,7 +158,7 @@ def stalled() -> Stall:
     return Stall(3, "update", states, ["7 rows", "8 rows", "9 rows"], Verdict([1], "it sleeps"))
 
 
-def test_the_summary_is_short_and_names_phase_step_rank_place_work_and_directory(tmp_path: Path) -> None:
+def test_summary_names_phase_step_rank_location_work_and_directory(tmp_path: Path) -> None:
     lines = summary(stalled(), tmp_path, "there").splitlines()
     assert lines[:2] == ["step 3, phase update", "held up by rank 1: it sleeps"]
     place = "workers/engine/fsdp/fsdp_engine.py:120 in train_step"
@@ -170,7 +172,7 @@ def test_the_summary_is_short_and_names_phase_step_rank_place_work_and_directory
     assert lines[7:] == ["last line of /run/logs/rank_1_workers.log: from 1", "stacks, memory, logs: there"]
 
 
-def test_everything_is_written_down_and_nothing_over_it(tmp_path: Path) -> None:
+def test_report_has_every_file_and_overwrites_none(tmp_path: Path) -> None:
     daemons = tmp_path / "ray/session_latest/logs"
     daemons.mkdir(parents=True)
     (daemons / "raylet.out").write_text("".join(f"line {number}\n" for number in range(50)))
@@ -188,7 +190,7 @@ def test_everything_is_written_down_and_nothing_over_it(tmp_path: Path) -> None:
     assert record(stalled(), tmp_path) == tmp_path / "logs/stall_3_update_2"
 
 
-def test_the_controller_has_a_name(tmp_path: Path) -> None:
+def test_report_names_the_controller(tmp_path: Path) -> None:
     stall = Stall(0, "reward", [rank(CONTROLLER, SLEEPS)], ["12 answers"], Verdict([CONTROLLER], ""))
     directory = record(stall, tmp_path)
     assert summary(stall, tmp_path, "there").splitlines()[1].startswith("controller (process 99, sleeping) is at workers/engine")

@@ -1,4 +1,4 @@
-"""A rank that skips a collective is named, with the collective: gloo on CPU, NCCL where there are two GPUs."""
+"""A rank that skips a collective is named, with the collective: gloo on CPU, NCCL on two GPUs."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,13 +17,15 @@ def cuda(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[RayBackend,
         yield backend, folder
 
 
-def test_on_gloo(tmp_path: Path) -> None:
-    """What happens at the collective's limit is in test_watchdog_ray.py."""
+def test_rank_that_skips_a_gloo_collective_is_named(tmp_path: Path) -> None:
+    """Behaviour at the collective's own limit is in test_watchdog_ray.py."""
     with RayBackend(run_dir=tmp_path, nnodes=1, n_gpus_per_node=2, device="cpu", ray_init={}) as backend:
         at_the_phases_limit(backend, tmp_path, "cpu")
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("scenario", SCENARIOS)
-def test_on_nccl(scenario: Callable[[RayBackend, Path, str], None], cuda: tuple[RayBackend, Path]) -> None:
+def test_rank_that_skips_an_nccl_collective_is_named(
+    scenario: Callable[[RayBackend, Path, str], None], cuda: tuple[RayBackend, Path]
+) -> None:
     scenario(*cuda, "cuda")

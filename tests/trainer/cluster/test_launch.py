@@ -1,4 +1,4 @@
-"""Which processes a placement becomes."""
+"""The worker groups that a placement starts."""
 
 from collections.abc import Mapping
 from typing import Any, cast
@@ -11,8 +11,8 @@ from workers.controller.group import Backend, Transport, WorkerGroup
 from workers.controller.resource_pool import ResourcePool
 
 
-class Asked(Backend):
-    """Keeps what it is asked for."""
+class RecordingBackend(Backend):
+    """Records the requested groups."""
 
     def __init__(self) -> None:
         self.pools: dict[str, ResourcePool] = {}
@@ -37,20 +37,20 @@ class Asked(Backend):
         pass
 
 
-def started(*overrides: str) -> tuple[Asked, dict[str, WorkerGroup]]:
+def started(*overrides: str) -> tuple[RecordingBackend, dict[str, WorkerGroup]]:
     config = compose("ppo_trainer", PPOConfig, overrides)
-    backend, pools = Asked(), place(config.placement, config.trainer, ("actor", "ref", "critic", "rollout"))
+    backend, pools = RecordingBackend(), place(config.placement, config.trainer, ("actor", "ref", "critic", "rollout"))
     return backend, start_pools(backend, config.trainer, pools, config.timeouts, engine="embedded")
 
 
-def test_one_pool_is_all_workers_as_ever() -> None:
+def test_single_pool_has_all_workers() -> None:
     backend, workers = started("trainer.nnodes=2")
     assert backend.pools == {"workers": ResourcePool((8, 8), "cuda", "workers")}
     assert workers.keys() == set(ROLES) and len({id(group) for group in workers.values()}) == 1
 
 
-def test_pools_are_parts_of_a_room() -> None:
-    """Each stands where the placement has it, with its part of the memory; a role has the group of its pool."""
+def test_pools_share_one_reservation_of_gpus() -> None:
+    """Each pool is at its place with its part of the memory; a role has the group of its pool."""
     backend, workers = started(
         "placement=custom", "placement.roles.actor=train", "placement.roles.critic=value", "placement.roles.rollout=engines",
         "placement.pools={train: {nodes: 2, gpus: 4, fraction: 1}, value: {nodes: 1, gpus: 2, fraction: 0.25}, "
@@ -67,6 +67,6 @@ def test_pools_are_parts_of_a_room() -> None:
     assert names == {"actor": "train", "ref": "train", "critic": "value", "reward": "train", "rollout": "engines"}
 
 
-def test_a_pool_that_is_not_all_of_the_gpus_is_no_more_than_it_says() -> None:
+def test_single_smaller_pool_reserves_only_its_own_gpus() -> None:
     backend, _ = started("placement=custom", "placement.roles.actor=a", "placement.pools.a={nodes: 1, gpus: 3, fraction: 1}")
     assert [pool.world_size for pool in backend.pools.values()] == [3]

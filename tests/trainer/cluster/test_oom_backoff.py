@@ -1,4 +1,4 @@
-"""How a budget shrinks, and what it means for a batch."""
+"""Micro-batch back-off: how limits shrink, and the resulting micro-batches."""
 
 from itertools import pairwise
 from pathlib import Path
@@ -24,23 +24,23 @@ def halved(budget: Budget, configured: Limits, lengths: list[int], n_ranks: int 
     return budget.limits(configured, lengths)
 
 
-def test_half_of_what_there_was_not_of_what_might_have_been() -> None:
+def test_limit_is_half_of_the_largest_micro_batch_not_of_the_configured_limit() -> None:
     budget, many = Budget("actor"), Limits(max_tokens=10_000)
     assert halved(budget, many, [10] * 8) == Limits(max_tokens=40)
     assert halved(budget, many, [10] * 8) == Limits(max_tokens=20)
     assert halved(Budget("actor"), Limits(max_rows=64), [10] * 8, n_ranks=2) == Limits(max_rows=2)
 
 
-def test_a_longer_row_is_a_micro_batch_of_its_own() -> None:
+def test_row_longer_than_the_limit_is_a_micro_batch_of_its_own() -> None:
     budget, many = Budget("actor"), Limits(max_tokens=100)
     halved(budget, many, [10] * 8)
     assert budget.limits(many, [10, 70, 20]) == Limits(max_tokens=70)
-    assert budget.limits(Limits(max_tokens=30), [10, 25]) == Limits(max_tokens=30), "what is configured is never exceeded"
-    assert budget.limits(Limits(max_rows=3), [10, 70]) == Limits(max_rows=3), "of rows it knows nothing"
+    assert budget.limits(Limits(max_tokens=30), [10, 25]) == Limits(max_tokens=30), "the configured limit is never exceeded"
+    assert budget.limits(Limits(max_rows=3), [10, 70]) == Limits(max_rows=3), "a limit of tokens does not limit rows"
 
 
 @pytest.mark.parametrize(("configured", "lengths"), [(Limits(max_tokens=70), [70, 30, 40]), (Limits(max_rows=1), [70, 30])])
-def test_one_row_is_the_least(configured: Limits, lengths: list[int]) -> None:
+def test_limit_never_falls_below_one_row(configured: Limits, lengths: list[int]) -> None:
     with pytest.raises(
         ValueError, match=r"^actor: memory ran out .* one row, the longest of 70 tokens \(no memory\); allow shorter"
     ):
@@ -48,7 +48,7 @@ def test_one_row_is_the_least(configured: Limits, lengths: list[int]) -> None:
 
 
 @given(lengths=st.lists(st.integers(1, 300), min_size=1, max_size=40), by_rows=st.booleans(), n_ranks=st.integers(1, 3))
-def test_micro_batches_get_smaller_until_they_cannot(lengths: list[int], by_rows: bool, n_ranks: int) -> None:
+def test_micro_batches_shrink_at_every_halving_to_one_row(lengths: list[int], by_rows: bool, n_ranks: int) -> None:
     configured = Limits(max_rows=64) if by_rows else Limits(max_tokens=5000)
     budget, sizes = Budget("actor"), []
     with pytest.raises(ValueError, match="one row"):
@@ -60,7 +60,7 @@ def test_micro_batches_get_smaller_until_they_cannot(lengths: list[int], by_rows
     assert sizes[-1] == (1 if by_rows else max(lengths))
 
 
-def test_it_is_told_once_and_remembered(tmp_path: Path) -> None:
+def test_back_off_is_reported_once_and_saved(tmp_path: Path) -> None:
     budget, events, many = Budget("actor"), Events(tmp_path), Limits(max_tokens=100)
     budget.tell(events, 1)
     halved(budget, many, [10] * 8)
@@ -78,7 +78,7 @@ def test_it_is_told_once_and_remembered(tmp_path: Path) -> None:
     assert resumed.most == Limits(max_tokens=40)
 
 
-def test_an_older_checkpoint_does_not_give_it_back() -> None:
+def test_loading_an_older_checkpoint_does_not_raise_the_limit() -> None:
     budget, many = Budget("actor"), Limits(max_tokens=100)
     halved(budget, many, [10] * 8)
     for earlier in ({}, {"max_tokens": 60, "max_rows": None}):

@@ -1,4 +1,4 @@
-"""What the controller sends and how it joins the answers, on workers that only look at what they get."""
+"""Arguments that the controller sends and results that it joins, with workers that only record."""
 
 from functools import partial
 from pathlib import Path
@@ -25,7 +25,7 @@ from workers.plan import Limits, MicroBatches, make_plan
 
 
 class Mirror:
-    """A host whose model answers with what it was given."""
+    """A worker whose model returns its inputs."""
 
     def __init__(self, info: WorkerInfo) -> None:
         self.rank = info.rank
@@ -110,27 +110,27 @@ def start(group: Any, watchdog: Watchdog = PATIENT, *, shares_prompts: bool = Fa
 SIZES = [3, 9, 2, 7, 5, 5, 1, 8, 4, 4, 6, 2]
 
 
-def test_forward_answers_for_every_row_in_order(model: Any) -> None:
+def test_forward_returns_every_row_in_order(model: Any) -> None:
     batch = numbered(SIZES).with_tokens(response_mask=torch.ones(sum(SIZES)))
     result = start(model).forward(batch, ["log_probs"])
     assert torch.equal(result.lengths, batch.lengths)
     assert torch.equal(result.tokens["log_probs"], batch.tokens["input_ids"].double() / 2)
 
 
-def test_a_save_ends_when_all_ranks_have_ended_and_one_that_could_not_speaks_for_all(model: Any) -> None:
+def test_save_ends_after_all_ranks_and_fails_if_one_rank_failed(model: Any) -> None:
     actor = start(model)
     actor.save("place", background=True)
-    assert actor.saved(patient=False) is None, "one is still at it"
+    assert actor.saved(patient=False) is None, "one rank is still writing"
     written = actor.saved()
     assert written is not None and (written.seconds, written.waited_for, written.bytes) == (2, "no room", 3)
     assert [(file.name, file.size) for file in written.files] == [(f"place_{rank}", rank) for rank in range(3)]
     actor.save("full")
-    assert actor.saved(patient=False) is None, "a rank that failed does not speak for one that is still at it"
+    assert actor.saved(patient=False) is None, "a rank that failed does not end the wait for one that is still writing"
     with pytest.raises(SaveFailed, match=r"^disk full$"):
         actor.saved()
 
 
-def test_train_step_joins_over_ranks_and_keeps_flops_apart(model: Any) -> None:
+def test_train_step_joins_metrics_of_ranks_and_returns_flops_separately(model: Any) -> None:
     actor = start(model)
     ones = torch.ones(sum(SIZES))
     batch = numbered(SIZES).with_tokens(response_mask=ones, loss_weight=ones, advantages=ones, returns=ones)
@@ -140,7 +140,7 @@ def test_train_step_joins_over_ranks_and_keeps_flops_apart(model: Any) -> None:
 
 
 class Paired(Mirror):
-    """Notes which rows its micro-batches have."""
+    """Records the rows of its micro-batches."""
 
     def train_step(self, batch: Batch, plan: MicroBatches) -> dict[str, Metric]:
         assert batch.rows.keys() == {"side"} and batch.tokens.keys() == {"input_ids", "response_mask", "loss_weight"}
@@ -149,7 +149,7 @@ class Paired(Mirror):
         return {"flops": Metric.sum(0.0), "torn": Metric.sum(torn), "cuts": Metric.sum(len(plan)), "most": Metric.max(most)}
 
 
-def test_rows_that_belong_together_are_in_one_micro_batch() -> None:
+def test_rows_of_a_pair_are_in_one_micro_batch() -> None:
     sizes = [1, 9, 4, 4, 10, 1, 2, 3, 6, 6]
     ones = torch.ones(sum(sizes))
     batch = numbered(sizes).with_tokens(response_mask=ones, loss_weight=ones).with_rows(side=torch.tensor([1, -1] * 5))
@@ -162,22 +162,22 @@ def test_rows_that_belong_together_are_in_one_micro_batch() -> None:
 
 
 class Sharing(Mirror):
-    """Notes the most groups of two that a micro-batch has torn apart, and where it was told that prompts end."""
+    """Records the most groups of two that a micro-batch splits, and the prompt lengths that it received."""
 
     def forward(self, batch: Batch, plan: MicroBatches, outputs: list[str], adapter: bool) -> Batch:
-        return Batch(batch.lengths, tokens={"log_probs": self.told(batch, plan)})
+        return Batch(batch.lengths, tokens={"log_probs": self.split_groups(batch, plan)})
 
     def train_step(self, batch: Batch, plan: MicroBatches) -> dict[str, Metric]:
-        return {"flops": Metric.sum(0.0), "told": Metric.max(float(self.told(batch, plan)[0]))}
+        return {"flops": Metric.sum(0.0), "split_groups": Metric.max(float(self.split_groups(batch, plan)[0]))}
 
-    def told(self, batch: Batch, plan: MicroBatches) -> torch.Tensor:
+    def split_groups(self, batch: Batch, plan: MicroBatches) -> torch.Tensor:
         assert batch.rows["prompt_length"].tolist() == [8] * len(batch)
         torn = sum(int(batch.tokens["input_ids"][batch.offsets[list(part)]].unique().numel() != len(part) // 2) for part in plan)
         return torch.full((batch.total_tokens,), float(torn))
 
 
 @pytest.mark.parametrize("shares", [False, True])
-def test_answers_to_a_prompt_meet_where_the_engine_shares_it(shares: bool) -> None:
+def test_responses_to_a_prompt_share_a_micro_batch_if_the_engine_shares_prompts(shares: bool) -> None:
     sizes = [9, 10, 9, 10, 9, 10]
     ones = torch.ones(sum(sizes))
     batch = numbered(sizes).with_rows(uid=torch.tensor([0, 1, 2, 0, 1, 2]), prompt_length=torch.full((6,), 8))
@@ -185,18 +185,18 @@ def test_answers_to_a_prompt_meet_where_the_engine_shares_it(shares: bool) -> No
     batch = batch.with_tokens(input_ids=first, response_mask=ones, loss_weight=ones)
     with LocalBackend() as backend:
         actor = start(backend.start_group("workers", ResourcePool((1,), "cpu", "pool"), Sharing), shares_prompts=shares)
-        torn = actor.forward(batch, ["log_probs"]).tokens["log_probs"][0], actor.train_step(batch, ())["told"].value
+        torn = actor.forward(batch, ["log_probs"]).tokens["log_probs"][0], actor.train_step(batch, ())["split_groups"].value
     assert [float(count) == 0 for count in torn] == [shares, shares]
 
 
 class Halved(Mirror):
-    """Two ranks hold a copy of the model; the second, the last stage say, answers for both."""
+    """Two ranks hold a copy of the model; the second, for example the last stage, returns the results of both."""
 
     def build_model(self, role: str, spec: object, loss: object) -> tuple[int, bool]:
         return self.rank // 2, self.rank % 2 == 1
 
 
-def test_what_several_ranks_compute_together_counts_once() -> None:
+def test_result_of_several_ranks_counts_once() -> None:
     ones = torch.ones(sum(SIZES))
     batch = numbered(SIZES).with_tokens(response_mask=ones, loss_weight=ones, advantages=ones)
     with LocalBackend() as backend:
@@ -207,11 +207,11 @@ def test_what_several_ranks_compute_together_counts_once() -> None:
     assert torch.equal(result.tokens["log_probs"], batch.tokens["input_ids"].double() / 2)
 
 
-def test_stats_are_added_up_over_the_engines(model: Any) -> None:
+def test_stats_are_summed_over_engines(model: Any) -> None:
     assert RemoteRollout(model, spec_of("somewhere"), "actor", PATIENT).stats() == {"prompt_tokens": 33.0}
 
 
-def test_engines_on_other_ranks_than_the_trainers_meet_these_and_sync_while_they_send(model: Any) -> None:
+def test_disaggregated_engines_receive_weights_while_the_trainer_sends(model: Any) -> None:
     with LocalBackend() as backend:
         trainers = backend.start_group("trainers", ResourcePool((2,), "cpu", "pool"), Mirror)
         rollout = RemoteRollout(model, spec_of("somewhere"), "actor", PATIENT, trainers=trainers)
@@ -224,12 +224,12 @@ def test_engines_on_other_ranks_than_the_trainers_meet_these_and_sync_while_they
         )
 
 
-def test_the_trainers_own_group_is_no_other(model: Any) -> None:
+def test_group_of_the_trainer_is_colocated(model: Any) -> None:
     rollout = RemoteRollout(model, spec_of("somewhere"), "actor", PATIENT, trainers=model)
     assert rollout.sync_weights(4)["ranks"].value == 3 and model.call(worker_call(Mirror.has_sent)).result() == [False] * 3
 
 
-def test_a_prompts_answers_come_from_one_engine_and_in_order(model: Any) -> None:
+def test_responses_to_a_prompt_come_from_one_engine_in_order(model: Any) -> None:
     rollout = RemoteRollout(model, spec_of("somewhere"), "actor", PATIENT)
     prompts = numbered(SIZES).only(tokens=["input_ids"], rows=["uid"])
     answers = rollout.generate(prompts, cast(Any, None), group_size=4)
@@ -241,15 +241,15 @@ def as_lists_of(batch: Batch) -> list[tuple[list[int], int]]:
     return [(ids.tolist(), uid) for ids, uid in zip(batch.split_rows("input_ids"), batch.rows["uid"].tolist(), strict=True)]
 
 
-def test_the_first_rank_that_answers_speaks_for_its_share() -> None:
+def test_each_shard_has_one_output_rank() -> None:
     mesh = mesh_of([(0, False), (0, True), (1, True), (1, False)])
     assert mesh.shard_of_rank == (0, 0, 1, 1) and mesh.output_ranks == (1, 2)
     with pytest.raises(ValueError):
         mesh_of([(0, False), (1, True)])
 
 
-class Unhappy:
-    """A group on which the calls of a method are late, or end in a death; the others do what they should."""
+class FailingGroup:
+    """A group whose calls of one method are late or end in a death; all other calls succeed."""
 
     name = "workers"
 
@@ -258,7 +258,7 @@ class Unhappy:
         self.limits: dict[str, float] = {}
 
     def register_mesh(self, name: str, mesh: object) -> None:
-        """It has one engine, and needs none."""
+        """Its single engine needs none."""
 
     def call(self, call: Call[Any], *, mesh: str | None, phase: str, limit: Limit) -> Any:
         self.limits[call.method] = limit.seconds
@@ -303,20 +303,20 @@ def call_everything(group: Any, limits: Watchdog) -> None:
 
 @pytest.mark.parametrize("method", PHASES_OF)
 @pytest.mark.parametrize("kind", ["late", "dead"])
-def test_who_is_late_or_dead_is_named_with_the_phase_and_every_call_has_its_limit(kind: str, method: str, tmp_path: Path) -> None:
+def test_late_or_dead_rank_is_named_with_the_phase_for_every_call(kind: str, method: str, tmp_path: Path) -> None:
     phase, key = PHASES_OF[method]
     limits = {phase: 100.0 + number for number, phase in enumerate(PHASES)}
-    group = Unhappy(method, kind)
-    with pytest.raises((PhaseTimeout, WorkerError)) as told:
+    group = FailingGroup(method, kind)
+    with pytest.raises((PhaseTimeout, WorkerError)) as raised:
         call_everything(group, watchdog(tmp_path, **limits))
     assert group.limits[method] == limits[key]
-    said = (
+    message = (
         f"{phase}, limited by timeouts.{key}={limits[key]:g}, took more than 9 s: no answer from ranks [1]\nstep 0, phase {key}"
     )
-    assert str(told.value).startswith(said if kind == "late" else f"rank 1 failed in {phase}: it died\nlast words")
+    assert str(raised.value).startswith(message if kind == "late" else f"rank 1 failed in {phase}: it died\nlast words")
 
 
-def test_what_a_rank_works_on_is_told() -> None:
+def test_description_of_the_work_of_a_rank() -> None:
     plan = make_plan(SIZES, 2, Limits(max_tokens=16), attention_cost=0.0)
     mesh = mesh_of([(0, True), (0, False), (1, True)])
     first, twin, other = work_by_rank(plan, SIZES, mesh)

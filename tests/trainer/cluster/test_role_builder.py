@@ -1,4 +1,4 @@
-"""What a role's configuration becomes."""
+"""Specifications that are built from a role's configuration."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +14,7 @@ OPTIM = replace(defaults().actor_rollout_ref.actor.optim, lr=1e-6)
 
 
 def changes(step: int, trainer: dict[str, Any], steps: int, **optim: Any) -> list[str]:
-    """Lines for a checkpoint of ``step``, saved with these keys of trainer, in a run of ``steps``, 10 an epoch."""
+    """Reported changes for a checkpoint of ``step``, saved with these keys of trainer, in a run of ``steps``, 10 per epoch."""
     config = {"trainer": {"total_training_steps": None} | trainer, "actor": {"optim": {"total_training_steps": -1}}}
     manifest = Manifest(step=step, config=config, **CONTENTS)
     return list(rate_changes(Checkpoint(Path("there"), manifest), {"actor.optim": (replace(OPTIM, **optim), 3)}, steps, 10))
@@ -23,7 +23,7 @@ def changes(step: int, trainer: dict[str, Any], steps: int, **optim: Any) -> lis
 CONTENTS: dict[str, Any] = {name: None for name in Manifest.__dataclass_fields__ if name not in ("step", "config")}
 
 
-def test_a_cosine_that_is_drawn_out_jumps() -> None:
+def test_extended_cosine_reports_a_jump_of_the_rate() -> None:
     (line,) = changes(100, {"total_training_steps": 100}, 200, lr_scheduler_type="cosine")
     assert line == (
         "actor.optim: the schedule had 100 training steps and has 200: the learning rate of step 101 goes from 2.22e-09 to "
@@ -41,10 +41,10 @@ def test_a_cosine_that_is_drawn_out_jumps() -> None:
         (200, {"lr_scheduler_type": "linear", "total_training_steps": 100, "lr_warmup_steps_ratio": 0.1}),
     ],
 )
-def test_what_moves_no_rate_is_not_told(steps: int, optim: dict[str, Any]) -> None:
+def test_change_without_effect_on_the_rate_is_not_reported(steps: int, optim: dict[str, Any]) -> None:
     assert changes(100, {"total_training_steps": 100}, steps, **optim) == []
 
 
-def test_a_warm_up_that_is_a_share_of_the_run_moves_too() -> None:
+def test_warm_up_ratio_of_an_extended_run_reports_a_jump() -> None:
     (line,) = changes(8, {"total_training_steps": 100}, 1000, lr_scheduler_type="constant", lr_warmup_steps_ratio=0.1)
     assert "of step 9 goes from 6e-07 to 6e-08" in line

@@ -1,4 +1,4 @@
-"""Limits, and work of the controller itself that does not come back."""
+"""Limits of calls, and hangs of the controller itself."""
 
 import signal
 import subprocess
@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[3]
 
 
 class Clocked:
-    """A group whose calls take as long as they say, by a clock of ours."""
+    """A group whose calls take a given time of a simulated clock."""
 
     name = "workers"
 
@@ -44,7 +44,7 @@ class Clocked:
         return SimpleNamespace(begun=0.0, replies=SimpleNamespace(ended={0: 0.0}), result=result)
 
 
-def test_a_limit_is_widened_by_what_was_measured_and_never_narrowed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_limit_grows_with_measured_times_and_never_shrinks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     limits, group = watchdog(tmp_path, update=20.0), Clocked(monkeypatch)
 
     def took(seconds: float) -> float:
@@ -53,10 +53,10 @@ def test_a_limit_is_widened_by_what_was_measured_and_never_narrowed(monkeypatch:
 
     assert [took(seconds) for seconds in (1.0, 9.0, 5.0)] == [20.0] * MEASURED
     assert took(1.0) == WIDENED * 9.0
-    assert limits.limit("forward").seconds == 300.0, "each phase by itself"
+    assert limits.limit("forward").seconds == 300.0, "each phase separately"
     with pytest.raises(PhaseTimeout, match=r"timeouts\.update=20, widened by what was measured, took more than 90 s"):
         took(91.0)
-    assert took(1.0) == 90.0, "who was late does not count"
+    assert took(1.0) == 90.0, "a call that timed out does not count"
     quick = watchdog(tmp_path, update=20.0)
     for _ in range(MEASURED):
         quick.call(cast(Any, group), "update", "update", cast(Any, 0.1))
@@ -64,7 +64,7 @@ def test_a_limit_is_widened_by_what_was_measured_and_never_narrowed(monkeypatch:
 
 
 @pytest.mark.parametrize("count", [3, MOST_SPANS, MOST_SPANS + 1, 5 * MOST_SPANS + 7])
-def test_records_of_many_calls_are_merged_in_order_and_cover_the_whole_time(count: int) -> None:
+def test_records_of_many_calls_are_merged_in_order_and_cover_the_total_time(count: int) -> None:
     spans = CallSpans()
     for call in range(count):
         spans.add("generation", "workers", float(call), {0: call + 0.5, 1: call + 0.75})
@@ -77,7 +77,7 @@ def test_records_of_many_calls_are_merged_in_order_and_cover_the_whole_time(coun
         assert first.calls == taken[0].calls
 
 
-def test_records_of_replicas_and_phases_are_kept_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_records_of_replicas_and_phases_are_separate(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MOST_SPANS", 2)
     spans = CallSpans()
     for call in range(4):
@@ -107,10 +107,10 @@ def scored_late(limits: Watchdog, rewards: RewardRunner) -> PhaseTimeout:
     return raised.value
 
 
-def test_calls_of_two_pools_that_are_late_at_once_are_kept_one_after_the_other(
+def test_simultaneous_hangs_of_two_pools_are_reported_one_after_the_other(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """They look for a free directory, and count what they have seen."""
+    """Each looks for a free directory and counts the reports before it."""
     at_work, met = [0], [0]
 
     def record(stall: Any, run_dir: Path) -> Path:
@@ -131,8 +131,8 @@ def test_calls_of_two_pools_that_are_late_at_once_are_kept_one_after_the_other(
 
 
 @pytest.mark.parametrize(("num_workers", "place"), [(0, "reward.py:3 in compute_score"), (1, "in _turn")])
-def test_a_reward_that_never_returns_ends_with_the_round(num_workers: int, place: str, tmp_path: Path) -> None:
-    """In the controller, where an answer has no limit; and in a pool whose limit an answer is too long."""
+def test_scorer_that_never_returns_ends_at_the_limit_of_the_round(num_workers: int, place: str, tmp_path: Path) -> None:
+    """In the controller, where a response has no limit of its own; and in a pool whose limit for a response is longer."""
     limits = watchdog(tmp_path, reward=0.3)
     limits.step = 4
     late = scored_late(limits, scorers(tmp_path, "time.sleep(600)", num_workers=num_workers, timeout=600.0))
@@ -140,13 +140,15 @@ def test_a_reward_that_never_returns_ends_with_the_round(num_workers: int, place
         "scoring, limited by timeouts.reward=0.3, took more than 0.3 s\nstep 4, phase reward\ncontroller (process "
     )
     assert place in late.last_words and "worked on 2 answers" in late.last_words
-    told = (tmp_path / "logs/stall_4_reward/controller.txt").read_text()
-    assert "in scored_late" in told and ("in main" in told) == (num_workers == 1), "children say where they are too"
+    report = (tmp_path / "logs/stall_4_reward/controller.txt").read_text()
+    assert "in scored_late" in report and ("in main" in report) == (num_workers == 1), (
+        "the report has the stacks of child processes"
+    )
     assert '"kind": "stall"' in (tmp_path / "events.jsonl").read_text()
 
 
-def test_a_judge_that_never_answers_holds_nobody_up(tmp_path: Path) -> None:
-    """Threads of the controller ask it; they are left where they are."""
+def test_judge_that_never_answers_ends_at_the_limit(tmp_path: Path) -> None:
+    """Threads of the controller wait for it; they are daemons."""
     rewards = scorers(tmp_path, "time.sleep(5)", num_workers=0)
     rewards._threads = 2
     late = scored_late(watchdog(tmp_path, reward=0.3), rewards)
@@ -154,34 +156,34 @@ def test_a_judge_that_never_answers_holds_nobody_up(tmp_path: Path) -> None:
     assert all(thread.daemon for thread in threading.enumerate() if thread is not threading.main_thread())
 
 
-def test_what_is_in_time_is_left_alone(tmp_path: Path) -> None:
+def test_block_within_its_limit_is_not_interrupted(tmp_path: Path) -> None:
     limits = watchdog(tmp_path, reward=0.2)
     for _ in range(3):
         with limits.own("reward", "scoring", ""):
             pass
     time.sleep(0.3)
-    signal.raise_signal(module._EXPIRED)  # one that comes too late
+    signal.raise_signal(module._EXPIRED)  # a signal that comes too late
     with pytest.raises(KeyError), limits.own("reward", "scoring", ""):
         raise KeyError
     assert not (tmp_path / "logs").exists()
 
 
-def test_a_block_that_ends_while_its_stacks_are_taken_is_not_interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    told = threading.Event()
+def test_block_that_ends_during_its_report_is_not_interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reporting = threading.Event()
 
     def slow(*args: object) -> str:
-        told.set()
+        reporting.set()
         time.sleep(0.2)
         return ""
 
     limits = watchdog(tmp_path, reward=0.05)
     monkeypatch.setattr(limits, "_report", slow)
     with limits.own("reward", "scoring", ""):
-        assert told.wait(5)
+        assert reporting.wait(5)
     time.sleep(0.4)
 
 
-def test_a_disk_that_takes_nothing_hides_no_error(tmp_path: Path) -> None:
+def test_unwritable_disk_does_not_hide_the_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with (
         pytest.raises(PhaseTimeout, match=r"not kept: .*Not a directory"),
@@ -190,7 +192,7 @@ def test_a_disk_that_takes_nothing_hides_no_error(tmp_path: Path) -> None:
         time.sleep(5)
 
 
-def test_c_code_that_does_not_come_back_ends_the_process_with_its_stacks(tmp_path: Path) -> None:
+def test_hanging_c_code_ends_the_process_with_its_stacks(tmp_path: Path) -> None:
     code = f"""
 import ctypes
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Faults of real ranks in an update: each ends in time, and the right rank is named. One group goes from fault to fault."""
+"""Faults of real ranks in an update: each ends in time, and the right rank is named. One worker group for all faults."""
 
 import os
 import re
@@ -49,7 +49,7 @@ class Run:
         )
 
     def late(self, fault: str, step: int) -> PhaseTimeout:
-        """After an update as it should be: the fault before is over by then."""
+        """After a successful update: the previous fault has ended by then."""
         self.update("none", 60.0)
         begun = time.monotonic()
         with pytest.raises(PhaseTimeout) as raised:
@@ -65,7 +65,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
         yield Run(backend, folder)
 
 
-def test_a_rank_that_sleeps(run: Run) -> None:
+def test_sleeping_rank_is_named(run: Run) -> None:
     late = run.late("sleeps", 3)
     first, second, blamed, *lines = str(late).splitlines()
     assert (
@@ -88,7 +88,7 @@ def test_a_rank_that_sleeps(run: Run) -> None:
     assert "--- raylet" in (kept / "ray.txt").read_text()
 
 
-def test_a_rank_that_is_stopped(run: Run) -> None:
+def test_stopped_rank_is_named(run: Run) -> None:
     late = run.late("SIGSTOP", 4)
     os.kill(late.states[1].processes[0].pid, signal.SIGCONT)
     assert "held up by rank 1: a process of it is stopped" in str(late)
@@ -96,8 +96,8 @@ def test_a_rank_that_is_stopped(run: Run) -> None:
 
 
 @pytest.mark.parametrize("limit", [1.0, 60.0], ids=["the phase's limit", "the collective's limit"])
-def test_a_collective_that_one_rank_enters(run: Run, limit: float) -> None:
-    """Whoever of the two is first out of time. The second call waits until the first has given up."""
+def test_rank_that_skips_a_collective_is_named(run: Run, limit: float) -> None:
+    """Whichever limit is exceeded first. The second call waits until the first has ended."""
     limits = watchdog(run.folder, update=limit, collective=COLLECTIVE)
     with pytest.raises(PhaseTimeout) as raised:
         limits.call(run.group, "update", "lonely", worker_call(FaultyWorker.enter_alone))
@@ -109,8 +109,8 @@ def test_a_collective_that_one_rank_enters(run: Run, limit: float) -> None:
     assert "held up by rank 1: it has ended its call, and rank 0 waits in a collective" in str(raised.value)
 
 
-def test_a_rank_that_dies_while_the_others_wait_for_it(run: Run) -> None:
-    """In a collective the others hear of it first."""
+def test_rank_that_dies_while_others_wait_is_named(run: Run) -> None:
+    """The others notice it first, in a collective."""
     begun = time.monotonic()
     with pytest.raises(WorkerError, match=r"rank 1 failed in update of actor: process \d+ died: killed by a signal"):
         run.update("SIGKILL", 60.0)

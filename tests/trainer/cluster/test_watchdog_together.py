@@ -1,4 +1,4 @@
-"""Calls on groups that wait for one another: who is told of, and when."""
+"""Concurrent calls on groups that wait for one another: which failure is reported, and when."""
 
 import time
 from collections.abc import Sequence
@@ -69,7 +69,7 @@ def lost() -> tuple[int, Failure]:
     return failed(0, f"{ChannelLost.__name__}: it closed")
 
 
-def test_results_come_in_the_order_of_the_calls_and_the_time_is_known(tmp_path: Path) -> None:
+def test_results_are_in_the_order_of_the_calls_and_the_time_is_measured(tmp_path: Path) -> None:
     limits = watchdog(tmp_path, sync=1.0)
     for _ in range(MEASURED):
         assert together(limits, Group(0.2, "slow"), Group(0.0, "quick")) == [["slow"], ["quick"]]
@@ -80,7 +80,7 @@ def test_results_come_in_the_order_of_the_calls_and_the_time_is_known(tmp_path: 
 
 
 @pytest.mark.parametrize("first", [True, False])
-def test_who_fails_is_told_at_once_whatever_the_others_do(first: bool, tmp_path: Path) -> None:
+def test_failure_of_one_group_is_reported_at_once(first: bool, tmp_path: Path) -> None:
     groups = [Group(0.1, failed(3, "OSError: no room")), Group(NEVER)]
     begun = time.monotonic()
     with pytest.raises(WorkerError, match=rf"^rank 3 failed in part {int(not first)}: OSError: no room"):
@@ -89,34 +89,36 @@ def test_who_fails_is_told_at_once_whatever_the_others_do(first: bool, tmp_path:
 
 
 @pytest.mark.parametrize("first", [True, False])
-def test_who_lost_another_waits_for_what_that_one_says(first: bool, tmp_path: Path) -> None:
+def test_lost_connection_waits_for_the_failure_of_the_other_side(first: bool, tmp_path: Path) -> None:
     groups = [Group(0.0, lost()), Group(0.3, failed(0, "process 7 died"))]
     with pytest.raises(WorkerError, match=rf"^rank 0 failed in part {int(first)}: process 7 died"):
         together(watchdog(tmp_path), *(groups if first else groups[::-1]))
 
 
 @pytest.mark.parametrize("other", [NEVER, 0.0])
-def test_if_nobody_says_more_the_loss_is_told(other: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lost_connection_is_reported_without_another_failure(
+    other: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(module, "CAUSE_SECONDS", 0.2)
     with pytest.raises(WorkerError, match="rank 0 failed in part 0: ChannelLost: it closed"):
         together(watchdog(tmp_path), Group(0.05, lost()), Group(other))
 
 
 @pytest.mark.parametrize("collective", [False, True])
-def test_where_time_is_over_all_that_have_not_answered_are_told_of(collective: bool, tmp_path: Path) -> None:
+def test_timeout_names_every_call_without_a_result(collective: bool, tmp_path: Path) -> None:
     late = Group(0.0, failed(0, "ChannelLost: Timed out waiting 4000ms for recv operation")) if collective else Group(NEVER)
     begun = time.monotonic()
     with pytest.raises(PhaseTimeout) as raised:
         together(watchdog(tmp_path, sync=0.3), late, Group(NEVER))
     assert time.monotonic() - begun < 2.0
-    said = str(raised.value)
-    assert said.startswith(
+    message = str(raised.value)
+    assert message.startswith(
         "a collective in part 0, " if collective else "part 0, limited by timeouts.sync=0.3, took more than 0.3 s"
     )
-    assert "\npart 1: step 0, phase sync\nheld up by rank 0: a process of it is stopped" in said
+    assert "\npart 1: step 0, phase sync\nheld up by rank 0: a process of it is stopped" in message
 
 
-def test_who_has_answered_is_not_told_of(tmp_path: Path) -> None:
+def test_timeout_does_not_name_finished_calls(tmp_path: Path) -> None:
     with pytest.raises(PhaseTimeout) as raised:
         together(watchdog(tmp_path, sync=0.3), Group(0.0), Group(NEVER))
     assert "part 0" not in str(raised.value) and str(raised.value).startswith("part 1, limited by timeouts.sync=0.3")

@@ -28,7 +28,7 @@ def test_plain_text_has_bos_before_it_and_eos_after_the_response(finished: bool,
     assert ids.tolist() == tokenizer(f"<eos>1+12{end}", add_special_tokens=False)["input_ids"]
 
 
-def test_a_template_that_ends_no_turn_gets_eos_and_its_arguments_count() -> None:
+def test_template_without_ends_of_turns_gets_eos_and_its_arguments() -> None:
     tokenizer = byte_tokenizer(chat_template="{{ mood }}{% for m in messages %}[{{ m['content'] }}]{% endfor %}")
     ids = Conversations(tokenizer, {"mood": "kind"}).ids(ASKED, "2", finished=True)
     assert tokenizer.decode(ids) == "kind[s][1+1][2]<eos>"

@@ -31,7 +31,7 @@ def make(tmp_path: Path) -> Any:
     return dataset
 
 
-def test_a_prompt_carries_what_the_run_needs(make: Any) -> None:
+def test_prompt_has_all_fields_of_the_row(make: Any) -> None:
     data = make(rows([12, 13]), rows([14], "openai/gsm8k"))
     assert len(data) == 3 and data.data_sources == {"sort_digits", "openai/gsm8k"} and data.notices == ()
     text = "<user>xxxxx<a>"
@@ -64,7 +64,7 @@ def test_template_settings_reach_the_template(make: Any) -> None:
     assert make(rows([12]), apply_chat_template_kwargs={"tail": "!"})[0].text == "<user>xxx<a>!"
 
 
-def test_long_prompts_are_an_error_that_counts_and_places_them(make: Any) -> None:
+def test_too_long_prompts_are_an_error_with_count_and_rows(make: Any) -> None:
     with pytest.raises(ValueError) as error:
         make(rows([20, 21]), rows([20, 20, 22]), max_prompt_length=20)
     text = str(error.value)
@@ -72,7 +72,7 @@ def test_long_prompts_are_an_error_that_counts_and_places_them(make: Any) -> Non
     assert "data.filter_overlong_prompts=true" in text and "\n" not in text
 
 
-def test_the_filter_drops_counts_and_keeps_uids(make: Any) -> None:
+def test_filter_drops_and_counts_prompts_and_keeps_uids(make: Any) -> None:
     data = make(rows([20, 21, 20]), rows([22, 20]), max_prompt_length=20, filter_overlong_prompts=True)
     assert [data[i].uid for i in range(len(data))] == [0, 2, 4]
     assert [data[i].ground_truth for i in range(3)] == ["0", "2", "1"]
@@ -159,7 +159,7 @@ def test_rounds_are_the_batches_of_the_order() -> None:
     assert rounds == [stream.order.batch(i) for i in range(6)]
 
 
-def test_the_epoch_is_that_of_the_next_round() -> None:
+def test_epoch_is_that_of_the_next_round() -> None:
     stream, epochs = stream_of_prompts(), []
     for _ in range(7):
         epochs.append(stream.epoch)

@@ -13,7 +13,7 @@ from trainer.data.encoding import encode, render, token_ids, truncate
 CHAT = [{"role": "system", "content": "S"}, {"role": "user", "content": "U"}]
 
 
-def test_template_ends_where_the_answer_begins() -> None:
+def test_template_ends_where_the_response_begins() -> None:
     tokenizer = byte_tokenizer()
     assert render(tokenizer, CHAT, {}) == "<system>S<user>U<a>"
     assert render(tokenizer, CHAT, {"tail": "!"}) == "<system>S<user>U<a>!"
@@ -59,7 +59,7 @@ def test_truncation_removes_the_named_part(tokens: list[int], limit: int) -> Non
         assert middle == tokens[: limit // 2] + tokens[len(tokens) - (limit - limit // 2) :]
 
 
-def test_it_loads_no_torch() -> None:
+def test_module_loads_no_torch() -> None:
     """Every process of the filter imports the module: 0.1 s instead of 3."""
     code = (
         "import sys, trainer.data.encoding, trainer.data.turns; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"

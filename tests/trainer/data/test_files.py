@@ -67,7 +67,7 @@ def error_of(files: list[str], required: list[str]) -> str:
     return str(error.value)
 
 
-def test_errors_name_the_file_and_what_is_there(tmp_path: Path) -> None:
+def test_errors_name_the_file_and_its_columns(tmp_path: Path) -> None:
     good = parquet(tmp_path / "good.parquet", [{"a": 1, "b": {"c": 2}, "d": 3}])
     missing = str(tmp_path / "train.parquet")
     assert error_of([], ["a"]) == "no data file is given"

@@ -9,7 +9,7 @@ sizes = st.integers(1, 200).flatmap(lambda n: st.tuples(st.just(n), st.integers(
 
 
 @given(sizes, st.integers(0, 2**63 - 1), st.integers(0, 5))
-def test_an_epoch_shows_rows_once_and_leaves_out_less_than_a_batch(size: tuple[int, int], seed: int, epoch: int) -> None:
+def test_epoch_has_each_row_once_except_less_than_a_batch(size: tuple[int, int], seed: int, epoch: int) -> None:
     n, batch_size = size
     order = DataOrder(n, batch_size, seed, shuffle=True)
     steps = range(epoch * order.steps_per_epoch, (epoch + 1) * order.steps_per_epoch)
@@ -37,7 +37,7 @@ def test_epochs_and_seeds_have_their_own_order() -> None:
     assert len({tuple(rows(seed, epoch)) for seed in range(3) for epoch in range(3)}) == 9
 
 
-def test_the_order_is_the_same_on_every_machine_and_with_every_numpy() -> None:
+def test_order_is_the_same_on_every_machine_and_numpy_version() -> None:
     """Resumed and published runs depend on these values: they must never change."""
     assert permutation(8, 1).tolist() == [2, 4, 7, 5, 0, 6, 3, 1]
     assert DataOrder(10, 5, 7, shuffle=True).batch(0) == [2, 9, 1, 6, 3]
@@ -50,18 +50,18 @@ def test_orders_are_uniform() -> None:
     assert len(orders) == 24 and counts.min() > 167 - 5 * 13 and counts.max() < 167 + 5 * 13
 
 
-def test_without_shuffle_rows_come_as_they_are() -> None:
+def test_rows_without_shuffle_keep_their_order() -> None:
     order = DataOrder(7, 3, 0, shuffle=False)
     assert [order.batch(step) for step in range(4)] == [[0, 1, 2], [3, 4, 5], [0, 1, 2], [3, 4, 5]]
 
 
-def test_notice_reports_the_rows_left_out() -> None:
+def test_notice_reports_the_excluded_rows() -> None:
     assert DataOrder(12, 4, 0, shuffle=True).notice is None
     assert "1 of 13 rows do not fill a batch of 4" in (DataOrder(13, 4, 0, shuffle=True).notice or "")
     assert "always the last" in (DataOrder(13, 4, 0, shuffle=False).notice or "")
 
 
-def test_a_batch_that_cannot_be_filled_is_refused_with_the_numbers() -> None:
+def test_batch_larger_than_the_data_is_refused_with_the_numbers() -> None:
     with pytest.raises(ValueError, match="batch of 1024 rows cannot be filled: the data has 512"):
         DataOrder(512, 1024, 0, shuffle=True)
 

@@ -94,7 +94,7 @@ def test_identical_responses_are_reported(tmp_path: Path) -> None:
     assert data.notices == ["1 of 2 pairs have identical chosen and rejected responses, which give no gradient"]
 
 
-def test_a_long_answer_is_an_error_or_cut(tmp_path: Path) -> None:
+def test_too_long_response_is_an_error_or_truncated(tmp_path: Path) -> None:
     pair = preference_row("1", "aaa", "b")  # 6 + 1 + 3 + 3 + 1 = 14 tokens, and 12
     assert dataset(tmp_path, pair, max_length=14).notices == []
     with pytest.raises(ValueError, match=r"row 0: 14 tokens with the chosen response, data\.max_length is 13"):

@@ -22,7 +22,7 @@ assert processes.PART == PART
 
 def test_results_are_in_order_and_come_from_as_many_processes(capfd: pytest.CaptureFixture[str]) -> None:
     assert in_processes(doubled, ROWS, "numbers", 3) == [2 * row for row in ROWS]
-    assert capfd.readouterr().out == "", "it is no answer, and the console is the run's"
+    assert capfd.readouterr().out == "", "output of workers must not reach the console"
     assert 1 <= len({*in_processes(pids, ROWS, "numbers", 3)} - {os.getpid()}) <= 3
     assert {*in_processes(pids, ROWS, "numbers", 1)} == {*in_processes(pids, ROWS[:PART], "numbers", 3)} == {os.getpid()}
     assert in_processes(doubled, [], "numbers", 3) == []

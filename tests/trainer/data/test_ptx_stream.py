@@ -33,7 +33,7 @@ def mini_batch() -> Batch:
     return batch.with_tokens(wide=wide).with_rows(uid=torch.tensor([5, 5, 9]))
 
 
-def test_without_files_there_is_no_stream() -> None:
+def test_configuration_without_files_has_no_stream() -> None:
     assert ptx_stream(data_config(), 0.1, 1.0, byte_tokenizer(), seed=1) is None
 
 

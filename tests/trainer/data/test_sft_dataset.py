@@ -35,7 +35,7 @@ def trained(data: SFTDataset, index: int) -> tuple[str, str]:
     return TOKENIZER.decode(ids), TOKENIZER.decode(ids[batch.tokens["response_mask"].bool()])
 
 
-def test_the_answer_and_its_end_are_trained(make: Any) -> None:
+def test_response_and_its_eos_are_trained(make: Any) -> None:
     data = make(("502913=", "012359"), ("1", ""))
     assert trained(data, 0) == ("<user>502913=<a>012359<eos>", "012359<eos>")
     assert trained(data, 1) == ("<user>1<a><eos>", "<eos>")
@@ -43,7 +43,7 @@ def test_the_answer_and_its_end_are_trained(make: Any) -> None:
     assert notice.startswith("1 of 2 rows have an empty response: only its end token") and "sft.parquet, row 1)" in notice
 
 
-def test_a_batch_is_flat_and_in_the_order_asked(make: Any) -> None:
+def test_batch_is_flat_and_in_the_requested_order(make: Any) -> None:
     data = make(("a", "b"), ("cc", "dd"), ("eee", "fff"))
     batch = data.batch([2, 0])
     assert batch.lengths.tolist() == [9 + 3 + 3 + 1, 9 + 1 + 1 + 1] and batch.rows["uid"].tolist() == [2, 0]
@@ -53,7 +53,7 @@ def test_a_batch_is_flat_and_in_the_order_asked(make: Any) -> None:
     assert len(data.batch(range(3))) == len(data) == 3
 
 
-def test_the_prompt_is_read_as_in_rl(make: Any) -> None:
+def test_prompt_is_encoded_as_in_ppo(make: Any) -> None:
     assert trained(make(("p", "r"), apply_chat_template_kwargs={"tail": "!"}), 0) == ("<user>p<a>!r<eos>", "r<eos>")
 
 
@@ -66,7 +66,7 @@ def test_plain_prompts_and_other_columns(tmp_path: Path) -> None:
         SFTDataset([str(file)], TOKENIZER, **SETTINGS)
 
 
-def test_a_long_row_is_an_error_or_cut(make: Any) -> None:
+def test_too_long_row_is_an_error_or_truncated(make: Any) -> None:
     pairs = [("12345", "abcdef"), ("1", "2")]  # 9 + 5 + 6 + 1 = 21 tokens; 9 + 1 + 1 + 1 = 12
     assert make(*pairs, max_length=21).notices == ()
     with pytest.raises(ValueError, match=r"sft\.parquet, row 0: 21 tokens with EOS, data\.max_length is 20"):
@@ -103,7 +103,7 @@ def conversations(folder: Path, *chats: list[dict[str, str]], template: str = EN
     return SFTDataset([str(path)], byte_tokenizer(chat_template=template), **(SETTINGS | {"messages_key": "messages"} | changes))
 
 
-def test_of_conversations_the_assistants_turns_are_trained(tmp_path: Path) -> None:
+def test_assistant_turns_of_conversations_are_trained(tmp_path: Path) -> None:
     data = conversations(tmp_path, CHAT[:1], [*CHAT, *CHAT], CHAT)
     assert trained(data, 0) == ("<user>a<eos><assistant>bc<eos>" * 2, "bc<eos>bc<eos>")
     assert data.batch([1, 0]).rows["uid"].tolist() == [2, 1] and len(data) == 2
@@ -118,7 +118,7 @@ def test_conversations_without_trained_tokens_or_end_tokens_are_reported(tmp_pat
     assert notice.startswith("1 assistant turns before the last are not ended by a special token")
 
 
-def test_a_long_conversation_is_an_error_or_cut(tmp_path: Path) -> None:
+def test_too_long_conversation_is_an_error_or_truncated(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"chats\.parquet, row 1: 44 tokens with EOS, data\.max_length is 30"):
         conversations(tmp_path, CHAT, [*CHAT, *CHAT], max_length=30)
     data = conversations(tmp_path, CHAT, [*CHAT, *CHAT], max_length=30, truncation="left")

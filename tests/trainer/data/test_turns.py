@@ -61,7 +61,7 @@ def trained(reader: PreTrainedTokenizerFast, turns: Turns) -> list[str]:
 
 @pytest.mark.parametrize("template", [ENDED + ASKED, MARKED + ASKED], ids=["prefixes", "marks"])
 @pytest.mark.parametrize("end", ["<eos>", "<end>"])
-def test_the_assistants_turns_and_their_ends_are_trained(tmp_path: Path, template: str, end: str) -> None:
+def test_assistant_turns_and_their_ends_are_trained(tmp_path: Path, template: str, end: str) -> None:
     reader = tokenizer(template, end=end)
     (turns,) = encode(tmp_path, reader, CHAT)
     text = "".join(f"<|{message['role']}|>{message['content']}{end}\n" for message in CHAT)
@@ -77,7 +77,7 @@ def test_eos_outside_of_the_marks_belongs_to_the_turn(tmp_path: Path) -> None:
     assert trained(reader, turns) == ["hello<eos>", "no<eos>"] and turns.n_open == 0
 
 
-def test_where_a_template_ends_no_turn_eos_ends_the_last(tmp_path: Path) -> None:
+def test_eos_ends_the_last_turn_if_the_template_ends_none(tmp_path: Path) -> None:
     for template in (ENDED + ASKED, MARKED):
         reader = tokenizer(template, end="", line="")
         first, second = encode(tmp_path, reader, CHAT, CHAT[:-1])
@@ -85,7 +85,7 @@ def test_where_a_template_ends_no_turn_eos_ends_the_last(tmp_path: Path) -> None
         assert (first.n_open, second.n_open) == (1, 1) and trained(reader, second) == ["hello"]
 
 
-def test_a_conversation_may_end_with_the_user_and_an_answer_be_empty(tmp_path: Path) -> None:
+def test_conversation_may_end_with_the_user_and_have_empty_turns(tmp_path: Path) -> None:
     reader = tokenizer(ENDED + ASKED)
     asked, silent, none = encode(tmp_path, reader, CHAT[:4], [CHAT[1], {"role": "assistant", "content": ""}], CHAT[:2])
     assert trained(reader, asked) == ["hello<eos>"] and reader.decode(asked.up_to_the_end()).endswith("hello<eos>")
@@ -93,7 +93,7 @@ def test_a_conversation_may_end_with_the_user_and_an_answer_be_empty(tmp_path: P
     assert trained(reader, none) == [] and none.n_turns == 0
 
 
-def test_the_template_gets_its_arguments(tmp_path: Path) -> None:
+def test_template_gets_its_arguments(tmp_path: Path) -> None:
     reader = tokenizer("{{ head }}" + ENDED + ASKED)
     (turns,) = encode(tmp_path, reader, CHAT, head="!")
     assert reader.decode(turns.ids).startswith("!<|system|>") and trained(reader, turns) == ["hello<eos>", "no<eos>"]
@@ -113,7 +113,7 @@ def test_turns_of_a_template_that_renders_the_last_one_differently_are_trained(t
             GPT_OSS: ([f"<final>{content}" for content in first], f"<final>{last}<eos>"),
         }[template]
         assert trained(reader, turns) == [*learnt[0], learnt[1]]
-        assert turns.n_open == (len(first) if template == GPT_OSS else 0), "<|end|> stands where <|return|> is to be learnt"
+        assert turns.n_open == (len(first) if template == GPT_OSS else 0), "<|end|> is where <|return|> is trained"
 
 
 @settings(max_examples=150, deadline=None)

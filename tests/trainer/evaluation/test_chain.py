@@ -1,4 +1,4 @@
-"""The chain's report from made answers: its figures by hand."""
+"""The chain's report from synthetic responses, with the expected numbers computed by hand."""
 
 import json
 from pathlib import Path
@@ -10,7 +10,7 @@ from tests.trainer.report.test_run_report import HOSTILE, Page
 from trainer.evaluation.chain import FIGURES, STAGES, main, write
 from trainer.generation.shards import write_rows
 
-# Two prompts with two answers each: (true score, the reward model's), a prompt a line.
+# Two prompts with two responses each: (true score, score of the reward model), one prompt per line.
 TUNED = [[(0.0, -1.0), (1.0, 3.0)], [(0.0, 1.0), (0.0, -3.0)]]
 POLICY = [[(1.0, 3.0), (1.0, 2.0)], [(1.0, 4.0), (0.0, 5.0)]]
 
@@ -48,12 +48,12 @@ def make_chain(folder: Path, tuned: list[list[tuple[float, float]]] = TUNED, **c
     return folder
 
 
-def test_the_figures_are_those_of_the_answers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_report_has_the_numbers_of_the_responses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     main([str(make_chain(tmp_path / "chain"))])
     assert f"report: {tmp_path}/chain/report.html" in capsys.readouterr().out
     figures = json.loads((tmp_path / "chain" / FIGURES).read_text())
     found = {name: (way["truth"]["value"], way["model"], way["rescaled"]) for name, way in figures["ways"].items()}
-    # Wrong answers of the fine-tuned model score -1 on average, right ones 3.
+    # Wrong responses of the fine-tuned model score -1 on average, right ones 3.
     assert found == {
         "fine-tuned": (0.25, 0.0, 0.25),
         "fine-tuned, best of 2": (0.5, 2.0, 0.75),
@@ -64,12 +64,12 @@ def test_the_figures_are_those_of_the_answers(tmp_path: Path, capsys: pytest.Cap
     assert figures["reward_model_accuracy"] == 1.0 and figures["seconds"] == 7 * len(STAGES)
 
 
-def test_a_tie_is_half_a_pair(tmp_path: Path) -> None:
+def test_tie_counts_as_half_a_pair(tmp_path: Path) -> None:
     write(make_chain(tmp_path / "chain", [[(0.0, 3.0), (1.0, 3.0), (0.0, 4.0), (0.0, 1.0)], [(0.0, 1.0)] * 4]))
     assert json.loads((tmp_path / "chain" / FIGURES).read_text())["reward_model_accuracy"] == pytest.approx((0.5 + 0 + 1) / 3)
 
 
-def test_the_page_says_all_of_it_and_runs_nothing_of_the_answers(tmp_path: Path) -> None:
+def test_page_has_all_numbers_and_escapes_the_responses(tmp_path: Path) -> None:
     (make_chain(tmp_path / "chain") / "ppo/report.html").touch()
     html = write(tmp_path / "chain").read_text()
     page = Page(html)
@@ -93,14 +93,14 @@ def test_the_page_says_all_of_it_and_runs_nothing_of_the_answers(tmp_path: Path)
         ([[(1.0, 1.0)] * 2, [(0.0, 1.0)] * 2], {}, "no prompt has a right and a wrong answer of the fine-tuned model"),
     ],
 )
-def test_what_cannot_be_compared_is_one_line(
+def test_incomparable_runs_are_a_one_line_error(
     tuned: list[list[tuple[float, float]]], changes: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     with pytest.raises(SystemExit, match=message):
         main([str(make_chain(tmp_path / "chain", tuned, **changes))])
 
 
-def test_another_folder_is_refused(tmp_path: Path) -> None:
+def test_incomplete_chain_is_refused(tmp_path: Path) -> None:
     (make_chain(tmp_path / "chain") / "ppo/stage").unlink()
     for arguments in ([], [str(tmp_path)], [str(tmp_path / "chain")]):
         with pytest.raises(SystemExit, match=r"scripts/run_rlhf_chain_cpu\.sh"):

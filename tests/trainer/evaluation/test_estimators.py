@@ -1,4 +1,4 @@
-"""Every estimator beside the mean over all subsets of k answers, written out."""
+"""Every estimator compared with the mean over all enumerated subsets of k responses."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -33,14 +33,14 @@ def majority(subset: Sequence[int], votes: Sequence[str | None], scores: Sequenc
 
 
 @given(st.lists(st.booleans(), min_size=1, max_size=8), st.data())
-def test_pass_at_k_is_the_share_of_subsets_with_one_that_passes(passed: list[bool], data: st.DataObject) -> None:
+def test_pass_at_k_is_the_fraction_of_subsets_with_a_passing_response(passed: list[bool], data: st.DataObject) -> None:
     k = data.draw(st.integers(1, len(passed)))
     subsets = list(combinations(passed, k))
     assert pass_at_k(len(passed), sum(passed), k) == pytest.approx(sum(map(any, subsets)) / len(subsets), abs=1e-12)
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.floats(-5, 5)), min_size=1, max_size=8), st.data())
-def test_best_of_k_is_the_mean_over_subsets_of_what_the_score_picks(
+def test_best_of_k_is_the_mean_over_subsets_of_the_response_with_the_best_score(
     answers: list[tuple[int, float]], data: st.DataObject
 ) -> None:
     k = data.draw(st.integers(1, len(answers)))
@@ -48,7 +48,7 @@ def test_best_of_k_is_the_mean_over_subsets_of_what_the_score_picks(
     assert best_of_k(*zip(*answers, strict=True), k) == pytest.approx(sum(picked) / len(picked), abs=1e-9)
 
 
-def test_pass_at_k_of_many_answers() -> None:
+def test_pass_at_k_of_many_responses() -> None:
     assert pass_at_k(10_000, 1, 5_000) == pytest.approx(0.5, rel=1e-9)
     assert pass_at_k(10_000, 0, 10_000) == 0.0 and pass_at_k(3, 3, 1) == 1.0
     assert pass_at_k(200, 3, 100) == pytest.approx(1 - comb(197, 100) / comb(200, 100), rel=1e-9)
@@ -70,14 +70,14 @@ def test_maj_at_k_is_the_mean_over_subsets(answers: list[tuple[str | None, float
         assert maj_at_k(votes, scores, k) == pytest.approx(plain, abs=1e-12)
 
 
-def test_a_majority_of_one_is_the_mean_and_of_all_the_winner() -> None:
+def test_maj_at_1_is_the_mean_and_maj_at_n_the_winner() -> None:
     votes, scores = ["x"] * 5 + ["y"] * 3, [1.0] * 5 + [0.0] * 3
     assert maj_at_k(votes, scores, 1) == pytest.approx(5 / 8)
     assert maj_at_k(votes, scores, 8) == 1.0
     assert maj_at_k(["x", "y", "z"], [1.0, 0.0, 0.5], 3) == pytest.approx(0.5), "a tie of three"
 
 
-def test_candidates_win_with_certainty_between_them() -> None:
+def test_probabilities_of_winning_sum_to_one() -> None:
     sizes = [1, 2, 3, 5, 8, 13, 32]
     wins = winning(sizes, 0, 6)
     assert sum(wins[size] for size in sizes) == pytest.approx(1.0, abs=1e-12)
@@ -94,7 +94,7 @@ def test_too_many_voters_are_refused() -> None:
     ("c", "n", "low", "high"),
     [(0, 10, 0.0, 0.30850), (10, 10, 0.69150, 1.0), (5, 10, 0.18709, 0.81291), (1, 20, 0.00127, 0.24873)],
 )
-def test_clopper_pearson_by_the_tables(c: int, n: int, low: float, high: float) -> None:
+def test_clopper_pearson_equals_published_tables(c: int, n: int, low: float, high: float) -> None:
     assert clopper_pearson(c, n) == pytest.approx((low, high), abs=1e-5)
 
 
@@ -108,7 +108,7 @@ def test_zeros_and_ones_have_an_exact_interval() -> None:
     assert mean_with_interval([0.0, 1.0, 1.0], 100, 0) == (pytest.approx(2 / 3), *clopper_pearson(2, 3), "exact")
 
 
-def test_the_bootstrap_is_repeatable_and_near_the_normal_interval() -> None:
+def test_bootstrap_is_repeatable_and_near_the_normal_interval() -> None:
     values = np.random.default_rng(0).random(400)
     found = mean_with_interval(values.tolist(), 2000, 7)
     assert found == mean_with_interval(values.tolist(), 2000, 7) != mean_with_interval(values.tolist(), 2000, 8)

@@ -16,11 +16,11 @@ from trainer.evaluation.votes import vote_function
         ("gsm8k", "no idea", None),
     ],
 )
-def test_what_an_answer_says(name: str, answer: str, vote: str | None) -> None:
+def test_vote_of_a_response(name: str, answer: str, vote: str | None) -> None:
     assert vote_function(name)(answer) == vote
 
 
-def test_a_function_of_the_users(tmp_path: Path) -> None:
+def test_vote_function_of_the_user(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("def last(answer):\n    return answer[-1]\n")
     assert vote_function(f"{tmp_path}/mine.py:last")("abc") == "c"
     with pytest.raises(ValueError, match=r"metrics.vote=.*mine.py:first: mine.py has no function first; it has last"):

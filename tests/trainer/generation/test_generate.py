@@ -20,7 +20,7 @@ FIRST, LAST = [("c", 0.5, "stop"), ("x", None, "stop"), ("a", 1.0, "stop")], [("
 MANY = row(*FIRST, ("b", 2.0, "length"), *LAST)
 
 
-def test_the_best_is_the_highest_score_and_of_several_the_first() -> None:
+def test_best_of_n_is_the_first_response_with_the_highest_score() -> None:
     best = best_of_n(MANY)
     assert best is not None and best["responses"] == ["b"] and best["lengths"] == [3] and best["uid"] == 7
     tied = best_of_n(row(("a", 1.0, "stop"), ("b", 1.0, "stop")))
@@ -34,14 +34,14 @@ def texts(min_score: float | None, most: int) -> list[str]:
     return [one["response"] for one in rows]
 
 
-def test_accepted_answers_end_by_themselves_differ_and_are_good_enough() -> None:
+def test_accepted_responses_terminate_differ_and_reach_the_minimum_score() -> None:
     assert texts(1.0, 9) == ["a", "d"]
     assert texts(None, 9) == ["a", "d", "c"] and texts(0.5, 9) == ["a", "d", "c"]
     assert texts(1.0, 1) == ["a"] and texts(None, 2) == ["a", "d"]
     assert texts(1.5, 9) == []
 
 
-def test_pairs_are_of_different_texts_that_ended_and_the_chosen_one_is_better() -> None:
+def test_pairs_are_of_different_terminated_texts_with_the_better_one_chosen() -> None:
     found = pairs(row(("b", 1.0, "stop"), ("a", 2.0, "stop"), ("c", 1.0, "stop"), ("b", 1.0, "stop"), ("d", 9.0, "length")), 9)
     assert found == [{"prompt": "p", "chosen": "a", "rejected": "b"}, {"prompt": "p", "chosen": "a", "rejected": "c"}]
     assert [(one["chosen"], one["rejected"]) for one in pairs(MANY, 9)] == [("a", "c"), ("d", "c")]

@@ -17,7 +17,7 @@ ROW: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("form", ["parquet", "jsonl"])
-def test_rows_come_back_as_they_were(form: Any, tmp_path: Path) -> None:
+def test_rows_round_trip(form: Any, tmp_path: Path) -> None:
     shards = Shards(tmp_path / "new/answers", form, 3, {"n": 2})
     assert shards.missing() == [0, 1, 2]
     write_rows(shards.path(2), [ROW])
@@ -30,7 +30,7 @@ def test_rows_come_back_as_they_were(form: Any, tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
-def test_shards_have_the_same_columns_whatever_is_null_in_one(tmp_path: Path) -> None:
+def test_shards_have_the_same_columns_with_nulls(tmp_path: Path) -> None:
     for name, scores in (("a", [None, None]), ("b", [0.5, 1.0])):
         write_rows(tmp_path / f"{name}.parquet", [ROW | {"scores": scores}])
     assert pq.read_schema(tmp_path / "a.parquet") == pq.read_schema(tmp_path / "b.parquet")
@@ -45,14 +45,14 @@ def test_torn_shards_are_removed_and_others_kept(tmp_path: Path) -> None:
     assert not (tmp_path / "shard_00001.jsonl.partial").exists()
 
 
-def test_a_write_that_fails_leaves_no_shard(tmp_path: Path) -> None:
+def test_failed_write_leaves_no_shard(tmp_path: Path) -> None:
     path = tmp_path / "shard_00000.parquet"
     with pytest.raises(ValueError, match=r"column 'extra' cannot be parquet: .*; data.output_format=jsonl takes it"):
         write_rows(path, [ROW | {"extra": {"a": 1}}, ROW | {"extra": "text"}])
     assert not path.exists()
 
 
-def test_answers_of_something_else_are_refused(tmp_path: Path) -> None:
+def test_shards_without_a_manifest_are_refused(tmp_path: Path) -> None:
     write_rows(tmp_path / "shard_00000.jsonl", [ROW])
     with pytest.raises(ValueError, match=r"has shard_00000.jsonl and no manifest.json: not from here"):
         Shards(tmp_path, "jsonl", 1, {"n": 2})
@@ -61,7 +61,7 @@ def test_answers_of_something_else_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("new", "message"), [({"n": 3}, "n was 2 and is 3"), ({}, "n was 2 and is null"), ({"n": 2, "m": 1}, "m was")]
 )
-def test_the_first_difference_is_named(new: dict[str, Any], message: str) -> None:
+def test_first_different_key_is_reported(new: dict[str, Any], message: str) -> None:
     check_same(Path("x"), {"n": 2}, {"n": 2})
     with pytest.raises(ValueError, match=f"x has answers of another run: {message}"):
         check_same(Path("x"), {"n": 2}, new)

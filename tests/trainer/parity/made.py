@@ -1,4 +1,4 @@
-"""Answers that no engine gave: a trainer's distributions, and tokens and log-probs as a test wants them."""
+"""Synthetic responses: the trainer's distributions, tokens and log-probs as a test defines them."""
 
 from collections.abc import Sequence
 
@@ -18,8 +18,8 @@ def made(
     gap: float = 0.0,
     margin: float = 1.0,
 ) -> EngineResponses:
-    """Answers of these tokens to prompts 10, 11 ... Every token is ``gap`` nats below the trainer's best, the runner-up
-    ``margin``; the engine's log-probs are ``offset`` off.
+    """Responses of these tokens to prompts 10, 11 ... Every token is ``gap`` nats below the trainer's best, the second best
+    ``margin``; the engine's log-probs differ by ``offset``.
     """
     tokens = np.array([token for row in rows for token in row])
     best = np.full(len(tokens), -0.25)
@@ -38,9 +38,9 @@ def made(
 
 
 def drawn(count: int, *, from_temperature: float, at_temperature: float, spread: float = 1.5, seed: int = 0) -> EngineResponses:
-    """``count`` answers of 20 tokens, each drawn from a distribution of its own, which the trainer has at another temperature.
+    """``count`` responses of 20 tokens, each sampled from its own distribution, which the trainer has at another temperature.
 
-    spread: of the logits, a standard deviation.
+    spread: standard deviation of the logits.
     """
     rng = np.random.default_rng(seed)
     logits = rng.normal(0, spread, (count * 20, VOCAB))

@@ -1,4 +1,4 @@
-"""Which figure passes which bound, and what is said."""
+"""Problems reported when a metric exceeds its bound."""
 
 from dataclasses import replace
 
@@ -49,11 +49,11 @@ def lines(bounds: BoundsConfig, engine: Engine, heads: Heads = NO_BOS) -> list[s
     return broken({"vllm": engine}, heads, bounds, "float32")
 
 
-def test_what_is_within_the_bounds_is_not_reported(bounds: BoundsConfig) -> None:
+def test_metrics_within_the_bounds_are_not_reported(bounds: BoundsConfig) -> None:
     assert lines(bounds, engine_of(made(ROWS, offset=9e-6, gap=1.9e-4), made(ROWS, offset=-9e-6), z=-4.9)) == []
 
 
-def test_a_greedy_token_that_rounding_does_not_explain(bounds: BoundsConfig) -> None:
+def test_greedy_token_outside_the_rounding_margin_is_reported(bounds: BoundsConfig) -> None:
     (line,) = lines(bounds, engine_of(made(ROWS, gap=2.1e-4)))
     assert line == (
         "vllm: greedy: 0 of the tokens are the trainer's choice, or at most 0.0002 nats below it: < bounds.token_agreement=1 "
@@ -62,7 +62,7 @@ def test_a_greedy_token_that_rounding_does_not_explain(bounds: BoundsConfig) -> 
     assert lines(replace(bounds, token_agreement=0.0), engine_of(made(ROWS, gap=2.1e-4))) == []
 
 
-def test_log_probs_beyond_their_bounds_in_either_pass(bounds: BoundsConfig) -> None:
+def test_log_probs_beyond_their_bounds_are_reported_for_either_pass(bounds: BoundsConfig) -> None:
     most, mean = lines(bounds, engine_of(made(ROWS), made(ROWS, offset=2e-4)))
     assert most == (
         "vllm: sampled: a log-prob is 0.0002 off the trainer's: > bounds.log_prob_max.float32=0.0001 (row 10, token 0)"
@@ -71,7 +71,7 @@ def test_log_probs_beyond_their_bounds_in_either_pass(bounds: BoundsConfig) -> N
     assert [line[:13] for line in lines(bounds, engine_of(made(ROWS, offset=2e-4)))] == ["vllm: greedy:"] * 2
 
 
-def test_what_is_no_number_is_beyond_every_bound(bounds: BoundsConfig) -> None:
+def test_nan_exceeds_every_bound(bounds: BoundsConfig) -> None:
     nan = float("nan")
     found = lines(bounds, engine_of(made(ROWS, offset=nan, gap=nan), made(ROWS), z=nan))
     assert ["token_agreement" in found[0], "draw_z" in found[1], "log_prob_max" in found[2], "log_prob_mean" in found[3]] == [
@@ -80,14 +80,14 @@ def test_what_is_no_number_is_beyond_every_bound(bounds: BoundsConfig) -> None:
 
 
 @pytest.mark.parametrize(("at", "kind"), [(1.0, "too unlikely"), (0.6, "too likely")])
-def test_draws_at_another_temperature(bounds: BoundsConfig, at: float, kind: str) -> None:
+def test_samples_at_another_temperature_are_reported(bounds: BoundsConfig, at: float, kind: str) -> None:
     sampled = drawn(100, from_temperature=at, at_temperature=0.8)
     (line,) = lines(bounds, engine_of(made(ROWS), replace(sampled, finished=sampled.finished), draw_z(sampled)))[:1]
     assert line.startswith(f"vllm: sampled: the samples are {kind} for the trainer's distribution, by ")
     assert line.endswith(" standard errors: > bounds.draw_z=5")
 
 
-def test_answers_that_end_wrongly(bounds: BoundsConfig) -> None:
+def test_wrong_ends_are_reported(bounds: BoundsConfig) -> None:
     engine = engine_of(made([[5, 6], [5, EOS, 5]], finished=[False, True]))
     (line,) = lines(bounds, engine)
     assert line == (
@@ -101,7 +101,7 @@ def test_answers_that_end_wrongly(bounds: BoundsConfig) -> None:
     ]
 
 
-def test_prompts_that_begin_wrongly(bounds: BoundsConfig) -> None:
+def test_wrong_first_tokens_of_prompts_are_reported(bounds: BoundsConfig) -> None:
     wrong = Heads(bos="<s>", wanted=3, begun=3, doubled=2, lost=1)
     (line,) = lines(bounds, engine_of(made(ROWS)), wrong)
     assert line == (
@@ -110,7 +110,7 @@ def test_prompts_that_begin_wrongly(bounds: BoundsConfig) -> None:
     assert lines(replace(bounds, wrong_prompts=3), engine_of(made(ROWS)), wrong) == []
 
 
-def test_the_coarser_dtype_counts(bounds: BoundsConfig) -> None:
+def test_coarser_dtype_sets_the_bound(bounds: BoundsConfig) -> None:
     assert coarser(["float32", "bfloat16"]) == coarser(["bfloat16", "float16"]) == "bfloat16"
     assert coarser(["float64", "float32"]) == "float32" and coarser(["float64", "float64"]) == "float64"
     assert margin(bounds, "float32") == 2 * bounds.log_prob_max.float32

@@ -1,4 +1,4 @@
-"""The table and the page: what they show of made answers."""
+"""The table and the page of synthetic responses."""
 
 import json
 import re
@@ -53,19 +53,19 @@ def written(output: Parity) -> str:
     return page(output, {"embedded": measured(FIRST), "vllm": measured(SECOND)}, {"note": HOSTILE}, {"python": "3"})
 
 
-def test_the_page_shows_what_is_broken_and_how_prompts_begin() -> None:
+def test_page_shows_problems_and_first_tokens_of_prompts() -> None:
     heads = Heads(bos="<s>", wanted=3, begun=2, doubled=0, lost=1)
     text = Page(written(parity(broken=["vllm: one", "vllm: two"], heads=heads))).text
     assert "2 bounds passed not equal" in text and "vllm: one vllm: two" in text
     assert "2 of 3 begin with <s>, 3 shall; 0 have it twice, 1 lost it." in text
 
 
-def test_nothing_is_trusted_or_fetched() -> None:
+def test_page_escapes_text_and_fetches_nothing() -> None:
     html = written(parity())
     assert "<script>alert" not in html and "<img" not in html and "http" not in html
 
 
-def test_each_chart_has_a_line_for_each_engine() -> None:
+def test_each_chart_has_a_line_per_engine() -> None:
     html = written(parity())
     charts = re.findall(r'<h3>([^<]*)</h3>.*?application/json">(.*?)</script>', html, re.DOTALL)
     lines = {title: json.loads(points) for title, points in charts}
@@ -78,17 +78,17 @@ def test_each_chart_has_a_line_for_each_engine() -> None:
     assert html.count('data-x="at"') == 6
 
 
-def test_the_plainest_difference_is_the_one_with_the_widest_margin() -> None:
+def test_shown_difference_is_the_one_with_the_widest_margin() -> None:
     assert plainest(agreement(FIRST, FIRST)) == "none"
     top = FIRST.top_log_probs.copy()
-    top[5, 1] = -9.25  # of row 12, before the answers part there
+    top[5, 1] = -9.25  # of row 12, before its responses diverge
     top[7, 1] = -3.25
     wide = agreement(replace(FIRST, top_log_probs=top), SECOND)
     assert plainest(wide) == "margin 3 (row 12, token 2)"
     assert [found.uid for found in plainest_first(wide)] == [12, 11]
 
 
-def test_greedy_alone_has_no_sampled_part() -> None:
+def test_page_of_a_greedy_pass_has_no_sampled_part() -> None:
     engines = {"embedded": engine_of(FIRST)}
     only = replace(measured(FIRST), sampled=None)
     html = page(parity(temperature=None, engines=engines), {"embedded": only}, {}, {})
@@ -103,7 +103,7 @@ def test_points_of_the_curves() -> None:
 
 
 @given(st.lists(st.tuples(answer, answer), min_size=1, max_size=5))
-def test_what_is_still_the_same_falls_to_the_share_of_equal_answers(
+def test_curve_of_agreement_falls_to_the_fraction_of_equal_responses(
     pairs: list[tuple[list[int], list[int]]],
 ) -> None:
     first, second = (made([pair[i] for pair in pairs]) for i in range(2))

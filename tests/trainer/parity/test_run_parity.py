@@ -1,4 +1,4 @@
-"""Before any process starts."""
+"""Checks before any process starts."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from tests.tiny import save_tiny_model
 from trainer.parity import run_parity
 
 
-def test_the_engine_is_asked_whether_it_can_hold_the_model(tmp_path: Path) -> None:
+def test_model_that_the_engine_cannot_hold_is_refused(tmp_path: Path) -> None:
     overrides = ["actor_rollout_ref.actor.strategy=megatron", "actor_rollout_ref.model.override_config.hidden_act=gelu"]
     config = compose("parity", ParityConfig, [f"model={save_tiny_model(tmp_path / 'model')}", *overrides])
     with pytest.raises(ValueError, match=r"^actor_rollout_ref\.actor: strategy=megatron has the activation silu"):

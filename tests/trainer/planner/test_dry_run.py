@@ -1,4 +1,4 @@
-"""trainer.dry_run=full: what it says is what the run does, and it leaves the configuration alone."""
+"""trainer.dry_run=full: its output is what the run then does, and it does not change the configuration."""
 
 import json
 import re
@@ -43,18 +43,18 @@ def refused(task: Path, run_dir: Path, capsys: pytest.CaptureFixture[str], *over
     return capsys.readouterr().err
 
 
-def test_a_model_that_cannot_end_an_answer_is_a_doubt(task: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Its files name no EOS; the class of its tokenizer has one of its own, beyond the model's vocabulary."""
+def test_model_without_eos_is_reported(task: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its files name no EOS; its tokenizer class has a default one, outside the model's vocabulary."""
     model = f"actor_rollout_ref.model.path={without_eos(task / 'base', tmp_path / 'endless')}"
     assert "no answer can end by itself (alarms.end_token): tokenizer" in plan(task, tmp_path / "run", capsys, model)
     assert "no answer can end" not in plan(task, tmp_path / "run", capsys, model, "actor_rollout_ref.rollout.ignore_eos=true")
     assert "no answer can end" not in plan(task, tmp_path / "run", capsys)
 
 
-def test_the_copy_of_a_checkpoint_in_the_hosts_memory_is_planned(
+def test_host_memory_for_the_copy_of_a_checkpoint_is_planned(
     task: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As many bytes as a run then writes; too many are a doubt."""
+    """As many bytes as a run then writes; too many are reported."""
     saving = ("trainer.save_freq=1", "trainer.total_training_steps=1", "algorithm=ppo")
     output = plan(task, tmp_path / "plan", capsys, *saving)
     found = re.search(r"while one is written, its copy is in the host's memory: ([\d.e+-]+) GB on each node", output)
@@ -68,7 +68,7 @@ def test_the_copy_of_a_checkpoint_in_the_hosts_memory_is_planned(
     assert "training would wait for each checkpoint to be written: copies of " in plan(task, tmp_path / "plan", capsys, *saving)
 
 
-def test_it_says_what_a_run_would_do(
+def test_plan_states_what_the_run_would_do(
     task: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def started(*args: object, **kwargs: object) -> None:
@@ -98,9 +98,7 @@ def test_it_says_what_a_run_would_do(
     assert (tmp_path / "run").stat().st_mode & 0o777 == 0o700
 
 
-def test_the_configuration_is_the_runs_own_and_a_run_is_left_alone(
-    task: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_plan_of_an_existing_run_changes_nothing_in_it(task: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run_dir = tmp_path / "run"
     output = plan(task, run_dir, capsys, *SAVED)
     actual = (run_dir / "config.yaml").read_text()
@@ -131,7 +129,7 @@ def test_the_configuration_is_the_runs_own_and_a_run_is_left_alone(
     assert "trainer.resume_from_path: " in refused(task, tmp_path / "other", capsys, *SAVED, *place)
 
 
-def test_prompts_that_are_dropped_are_counted(task: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_counts_dropped_prompts(task: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     row = {"data_source": "sort_digits", "reward_model": {"ground_truth": "1"}, "prompt": [{"role": "user", "content": "1="}]}
     rows = [row] * 9 + [row | {"prompt": [{"role": "user", "content": "1" * 99}]}] * 2
     (tmp_path / "mixed.jsonl").write_text("".join(json.dumps(item) + "\n" for item in rows))
@@ -140,7 +138,7 @@ def test_prompts_that_are_dropped_are_counted(task: Path, tmp_path: Path, capsys
     assert "data.train_files: 9 prompts of 11 rows" in output and "1 step (1 epoch)" in output
 
 
-def test_it_can_be_planned_on_a_machine_without_the_gpus(
+def test_plan_works_on_a_machine_without_the_gpus(
     task: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
@@ -163,7 +161,7 @@ def test_it_can_be_planned_on_a_machine_without_the_gpus(
     assert "actor_rollout_ref.rollout.name=vllm: vLLM is not installed here" in message
 
 
-def test_what_is_written_and_where(task: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_states_what_is_written_and_where(task: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     copies, answers = tmp_path / "copies", tmp_path / "answers"
     words = ("trainer.save_freq=1", "trainer.test_freq=1", "trainer.val_before_train=true", "trainer.max_actor_ckpt_to_keep=2")
     places = (f"trainer.checkpoint.remote_dir={copies}", f"trainer.rollout_data_dir={answers}")
@@ -183,7 +181,7 @@ def test_what_is_written_and_where(task: Path, tmp_path: Path, capsys: pytest.Ca
     assert "\n  validation: never (trainer.test_freq)\n" in output and not copies.exists() and not answers.exists()
 
 
-def test_what_would_not_go_well_is_reported(
+def test_plan_reports_problems_of_the_run(
     task: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     small = SimpleNamespace(total=2e6)
@@ -203,12 +201,12 @@ def test_what_would_not_go_well_is_reported(
     assert output[-1].startswith("fine, nothing was started; ") and not output[-2].startswith("rows longer")
 
 
-def test_models_that_the_estimate_does_not_know_and_adapters(
+def test_plan_of_adapters_and_of_models_without_an_estimate(
     task: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     models = dry_run.measured(compose("ppo_trainer", PPOConfig, ppo_arguments(task, tmp_path / "run", "algorithm=ppo")))
     more = models["critic"].parameters - models["actor_rollout_ref.actor"].parameters
-    assert more == 96 + 1, "a value's weights and bias; the language head is the embedding's"
+    assert more == 96 + 1, "weights and bias of the value head; the language head is tied"
     monkeypatch.setattr(dry_run, "shape_of", lambda *args: None)
     output = plan(task, tmp_path / "run", capsys, "algorithm=ppo", "actor_rollout_ref.model.lora_rank=2")
     assert "\n  none: it is for dense decoders, and actor_rollout_ref.actor, critic is none\nfine, " in output

@@ -1,4 +1,4 @@
-"""The estimate of a worker's memory: what each key does to it."""
+"""The estimate of a worker's memory: the effect of each key."""
 
 import pytest
 import transformers
@@ -16,7 +16,7 @@ SHAPE = Shape.of(SHAPES["7b"])
 
 
 def gigabytes(*overrides: str, gpu: float | None = 80e9) -> dict[str, float]:
-    """By phase, of PPO with a reference and a critic of 7B."""
+    """GB by phase, for PPO with a reference and a critic of 7B."""
     words = ("algorithm=ppo", f"{ACTOR}.use_kl_loss=true", "rollout=vllm", *overrides)
     config = compose("ppo_trainer", PPOConfig, words)
     shapes = {key: SHAPE for key in ("actor_rollout_ref.actor", "actor_rollout_ref.ref", "critic")}
@@ -24,7 +24,7 @@ def gigabytes(*overrides: str, gpu: float | None = 80e9) -> dict[str, float]:
     return {f"{use.pool} {use.phase}": -1.0 if use.bytes is None else use.bytes / 1e9 for use in uses}
 
 
-def test_every_phase_of_every_role_is_there() -> None:
+def test_estimate_has_every_phase_of_every_role() -> None:
     assert [*gigabytes()] == [
         "workers answers", "workers actor: log-probs", "workers actor: update", "workers ref: log-probs",
         "workers critic: values", "workers critic: update",
@@ -33,8 +33,8 @@ def test_every_phase_of_every_role_is_there() -> None:
     assert {phase.split()[0] for phase in apart} == {"actor", "ref", "critic", "rollout"}
 
 
-def test_what_rests_is_counted_with_what_works() -> None:
-    """Moments of the actor and its weights, 12 bytes a parameter over 8 GPUs, are beside whatever others do."""
+def test_resident_models_count_in_phases_of_other_roles() -> None:
+    """Weights and optimizer moments of the actor, 12 bytes a parameter over 8 GPUs, are added to every other phase."""
     words = [f"{ACTOR}.fsdp_config.{part}_offload=true" for part in ("param", "optimizer")]
     words += [f"{other}.fsdp_config.{part}_offload=false" for other in (REF, "critic") for part in ("param", "optimizer")]
     with_all, offloaded = gigabytes(), gigabytes(*words)
@@ -44,7 +44,7 @@ def test_what_rests_is_counted_with_what_works() -> None:
     assert with_all["workers actor: update"] > offloaded["workers actor: update"]
 
 
-def test_an_engine_takes_its_share_and_leaves_something_when_it_sleeps() -> None:
+def test_engine_has_its_fraction_and_a_remainder_while_asleep() -> None:
     base, more = gigabytes(), gigabytes(f"{ROLLOUT}.gpu_memory_utilization=0.7")
     assert more["workers answers"] - base["workers answers"] == pytest.approx(0.2 * 80)
     apart = gigabytes("rollout=embedded")
@@ -66,12 +66,12 @@ def test_an_engine_takes_its_share_and_leaves_something_when_it_sleeps() -> None
         ("data.train_batch_size=8 actor_rollout_ref.actor.ppo_mini_batch_size=8", "workers actor: update"),
     ],
 )
-def test_what_makes_it_less(word: str, phase: str) -> None:
+def test_key_reduces_the_memory_of_its_phase(word: str, phase: str) -> None:
     assert gigabytes(*word.split())[phase] < gigabytes()[phase]
 
 
-def test_megatron_is_cut_by_its_sizes() -> None:
-    """18 bytes a parameter, of which 12 are the distributed optimizer's."""
+def test_megatron_memory_is_divided_by_its_parallel_sizes() -> None:
+    """18 bytes a parameter, 12 of them of the distributed optimizer."""
     words = (f"{ACTOR}.strategy=megatron", "placement=split", "trainer.nnodes=4", f"{ACTOR}.megatron.sequence_parallel=false")
     whole = gigabytes(*words)["actor actor: update"]
     cut = gigabytes(*words, f"{ACTOR}.megatron.pipeline_model_parallel_size=2")["actor actor: update"]
@@ -79,7 +79,7 @@ def test_megatron_is_cut_by_its_sizes() -> None:
     assert whole - cut == pytest.approx((6 + 12 / 8) * kept - (6 / 2 + 12 / 2 / 4) * kept)
 
 
-def test_shapes_are_known_by_their_parameters() -> None:
+def test_shape_is_recognized_by_its_parameter_count() -> None:
     dense = tiny_config(hidden_size=64, vocab_size=97)
     model = transformers.AutoModelForCausalLM.from_config(dense)
     count = sum(parameter.numel() for parameter in model.parameters())

@@ -1,4 +1,4 @@
-"""The experiment scripts fit the GPUs that their first lines name, by the memory model: nothing of the kind was run there."""
+"""The experiment scripts fit the GPUs that their first lines name, by the memory model; they were not run on those."""
 
 import re
 from dataclasses import replace
@@ -19,7 +19,7 @@ from trainer.planner.memory_estimate import estimate
 from trainer.planner.memory_model import Shape
 
 GIB = 2**30
-USABLE = {24: 23.6 * GIB, 40: 39.4 * GIB, 80: 79.1 * GIB}  # of a GPU so called, as torch sees it (docs/performance.md)
+USABLE = {24: 23.6 * GIB, 40: 39.4 * GIB, 80: 79.1 * GIB}  # of a GPU of this name, as torch reports it (docs/performance.md)
 LLAMA_8B = {
     "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
     "intermediate_size": 14336, "vocab_size": 128256, "tie_word_embeddings": True,
@@ -35,13 +35,13 @@ MODELS = {
 
 
 def gpus_named(name: str) -> tuple[int, int]:
-    """How many, and GB of each."""
+    """Number of GPUs, and GB of each."""
     ((count, size),) = re.findall(r"\b(\d+) GPUs? of (\d+) GB", (ROOT / "scripts" / name).read_text())
     return int(count), int(size)
 
 
 def config_of(name: str) -> PPOConfig:
-    """Of a sweep, of its first run."""
+    """The configuration; of a sweep, that of its first run."""
     _, _, *words = started_by(name)
     parsed = OverridesParser.create().parse_overrides([word for word in words if not word.startswith("--")])
     first = [
@@ -54,7 +54,7 @@ def config_of(name: str) -> PPOConfig:
 
 
 def shapes_of(config: PPOConfig) -> dict[str, Shape]:
-    """By key of the role."""
+    """Shapes by key of the role."""
     shape = Shape.of(SHAPES[MODELS[config.actor_rollout_ref.model.path]])
     shapes = {}
     for key, role in roles_of(config, has_critic=config.algorithm.adv_estimator == "gae").items():
@@ -66,18 +66,18 @@ def shapes_of(config: PPOConfig) -> dict[str, Shape]:
 
 
 def fullest(config: PPOConfig, size: int) -> dict[str, float]:
-    """Bytes on one GPU of ``size`` GB, by what it does."""
+    """Bytes on one GPU of ``size`` GB, by phase."""
     shapes = shapes_of(config)
     place = placement_of(config, has_critic="critic" in shapes)
     return {f"{use.pool}, {use.phase}": use.bytes or 0.0 for use in estimate(config, place, shapes, USABLE[size])}
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
-def test_it_fits_the_gpus_that_it_names(name: str) -> None:
+def test_experiment_fits_the_gpus_that_it_names(name: str) -> None:
     config, (count, size) = config_of(name), gpus_named(name)
     assert world_size(config.trainer) == count
     found = fullest(config, size)
     output = {what: f"{taken / 1e9:.1f}" for what, taken in found.items()}
-    assert max(found.values()) < 0.93 * USABLE[size], output  # what fits is less than what is free: the allocator leaves holes
+    assert max(found.values()) < 0.93 * USABLE[size], output  # less than all of it: the allocator's memory is fragmented
     (row,) = [line for line in (ROOT / "docs/recipes.md").read_text().splitlines() if line.startswith(f"| [{name}]")]
     assert f"| {count} x {size} GB | {max(found.values()) / 1e9:.0f} |" in row, output

@@ -1,4 +1,4 @@
-"""The memory model, beside what the engine has at its fullest moment: bytes of tensors alive, on the CPU."""
+"""The memory model compared with the engine's peak: bytes of live tensors, on CPU."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -31,7 +31,7 @@ SMALL: dict[str, Any] = {
 
 
 def fullest(folder: Path, config: dict[str, Any], setting: Setting, tokens: int, *, forward: bool = False) -> int:
-    """Bytes, in a train step or a forward."""
+    """Peak bytes in a train step or a forward pass."""
     with one_rank(folder):
         engine = toy_engine(
             save_tiny_model(folder / "model", **config),
@@ -42,7 +42,7 @@ def fullest(folder: Path, config: dict[str, Any], setting: Setting, tokens: int,
         )
         assert sum(param.numel() for param in engine._params.values()) == Shape.of(config).parameters
         rows = 2 if setting.several else 1
-        run(engine, config, 8, 1, forward=forward)  # what is made once is made
+        run(engine, config, 8, 1, forward=forward)  # allocate everything that is allocated once
         alive = Alive([local(param) for param in engine._params.values()])
         if engine._optimizer is not None:
             alive = Alive([*(local(param) for param in engine._params.values()), *engine._optimizer.moments().values()])
@@ -79,21 +79,21 @@ def run(engine: FSDPEngine, config: dict[str, Any], tokens: int, rows: int, *, f
         ({"intermediate_size": 2560}, Setting(pieces=4), 1024),
     ],
 )
-def test_a_train_step(tmp_path: Path, changes: dict[str, Any], setting: Setting, tokens: int) -> None:
+def test_peak_of_a_train_step_equals_the_model(tmp_path: Path, changes: dict[str, Any], setting: Setting, tokens: int) -> None:
     config = SMALL | changes
     message = sum(training(Shape.of(config), setting, tokens).values())
     assert message == pytest.approx(fullest(tmp_path, config, setting, tokens), rel=0.06)
 
 
 @pytest.mark.parametrize(("changes", "pieces"), [({}, 1), ({"intermediate_size": 1280}, 8), ({"vocab_size": 8192}, 1)])
-def test_log_probs_alone(tmp_path: Path, changes: dict[str, Any], pieces: int) -> None:
+def test_peak_of_log_probs_equals_the_model(tmp_path: Path, changes: dict[str, Any], pieces: int) -> None:
     config, setting = SMALL | changes, Setting(pieces=pieces)
     message = sum(scoring(Shape.of(config), setting, 2048).values())
     found = fullest(tmp_path, config, setting, 2048, forward=True)
     assert message == pytest.approx(found, rel=0.06)
 
 
-def test_ranks_share_what_is_sharded_and_what_ulysses_cuts() -> None:
+def test_sharded_bytes_are_divided_by_the_ranks() -> None:
     shape, rows = Shape.of(SHAPES["7b"]), 32768
     one, eight = Setting(), Setting(gpus=8)
     assert parameters(shape, eight) == parameters(shape, one) / 8
@@ -101,20 +101,20 @@ def test_ranks_share_what_is_sharded_and_what_ulysses_cuts() -> None:
     whole = in_layer(shape, eight, rows, 28)
     for part in ("layer inputs", "MLP"):
         assert cut[part] == whole[part] / 8
-    # Of 4 key heads each of 8 ranks has one: twice as many bytes as there are.
+    # Each of 8 ranks has one of 4 key heads: twice as many bytes as without sharding.
     assert whole["norms, attention"] / 8 < cut["norms, attention"] < whole["norms, attention"] / 7
     assert layer_inputs(shape, Setting(offload=True), 28) == layer_inputs(shape, one, 1)
 
 
 @pytest.mark.parametrize("phase", [training, scoring])
-def test_the_longest_row_is_the_longest_that_fits(phase: Any) -> None:
+def test_longest_row_is_the_longest_that_fits(phase: Any) -> None:
     shape, room = Shape.of(SHAPES["0.5b"]), usable(24)
     found = longest(phase, shape, Setting(), room)
     assert sum(phase(shape, Setting(), found).values()) <= room < sum(phase(shape, Setting(), found + 1).values())
     assert longest(phase, Shape.of(SHAPES["72b"]), Setting(), usable(max(CARDS))) == 0
 
 
-def test_the_tables() -> None:
+def test_rows_of_the_documented_tables() -> None:
     assert [rounded(tokens) for tokens in (999, 1000, 138_241, 1_949_999)] == ["-", "1k", "138k", "1.9M"]
     (row,) = (line for line in tables().splitlines() if line.startswith("| 72b | all weights |"))
     assert row == "| 72b | all weights |" + " - / - / - |" * 4  # 16 bytes for each of 72.7G parameters, over 8
@@ -141,7 +141,7 @@ MEASURED = [
 
 
 @pytest.mark.parametrize(("name", "setting", "tokens", "gigabytes"), MEASURED)
-def test_what_an_h200_measured(name: str, setting: Setting, tokens: int, gigabytes: float) -> None:
+def test_model_agrees_with_measurements_on_an_h200(name: str, setting: Setting, tokens: int, gigabytes: float) -> None:
     phase = training if setting.trained else scoring
     message = sum(phase(Shape.of(SHAPES[name]), replace(setting, gqa=False), tokens).values())
     assert message / 1e9 == pytest.approx(gigabytes, rel=0.021)

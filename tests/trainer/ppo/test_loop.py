@@ -1,4 +1,4 @@
-"""The whole loop, in one process, on the embedded engine."""
+"""The complete loop, in one process, on the embedded engine."""
 
 import json
 import math
@@ -28,7 +28,7 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_first_update_is_on_policy(task: Path, tmp_path: Path) -> None:
-    """Ratio 1, nothing clipped, and the engine's log-probs are the trainer's: taken from the update, and computed before it."""
+    """Ratio 1, nothing clipped, equal log-probs of engine and trainer: taken from the update, and computed before it."""
     lazy = run_ppo(task, tmp_path / "lazy")[0]
     eager = run_ppo(task, tmp_path / "eager", "algorithm.use_kl_in_reward=true", "algorithm.kl_ctrl.kl_coef=0.0")[0]
     assert "timing_s/old_log_prob" in eager and "timing_s/old_log_prob" not in lazy
@@ -38,7 +38,7 @@ def test_first_update_is_on_policy(task: Path, tmp_path: Path) -> None:
         assert step["training/rollout_log_probs_diff_max"] < 1e-5
     for name in ("actor/grad_norm", "actor/pg_loss"):
         assert lazy[name] == pytest.approx(eager[name], rel=1e-4, abs=1e-9), name
-    # A forward and an update may cut groups otherwise: which rows share a prompt then is rounding, and so is this.
+    # Forward and update may split groups differently: which rows share a prompt affects rounding, and so this metric.
     assert lazy["training/rollout_log_probs_diff_mean"] == pytest.approx(eager["training/rollout_log_probs_diff_mean"], abs=1e-7)
 
 
@@ -47,7 +47,7 @@ def test_resume_equals_uninterrupted_bitwise(task: Path, tmp_path: Path, algorit
     overrides = (*algorithm, "trainer.save_freq=2", "trainer.total_training_steps=4", "trainer.test_freq=2")
     whole = run_ppo(task, tmp_path / "whole", *overrides)
     run_ppo(task, tmp_path / "broken", *overrides, "trainer.total_training_steps=2")
-    # What a killed run may have written past its checkpoint, the last line torn.
+    # Lines that a killed run may have written after its checkpoint, the last one torn.
     with (tmp_path / "broken" / "metrics.jsonl").open("a") as file:
         file.write(json.dumps(whole[2] | {"critic/score/mean": 99.0}) + "\n" + '{"training/global_step": 4, "cri')
     resumed = run_ppo(task, tmp_path / "broken", *overrides)
@@ -60,7 +60,7 @@ def test_resume_equals_uninterrupted_bitwise(task: Path, tmp_path: Path, algorit
 
 
 def weights_of(run_dir: Path, role: str, step: int) -> dict[str, torch.Tensor]:
-    """Every tensor of the latest checkpoint of a role, optimizer included; one rank wrote it, so nothing is sharded."""
+    """All tensors of the latest checkpoint of a role, optimizer included; one rank wrote it, so nothing is sharded."""
     checkpoint = find_latest(run_dir)
     assert checkpoint is not None and checkpoint.step == step
     files = sorted(checkpoint.role(role).glob("*.safetensors"))
@@ -69,7 +69,7 @@ def weights_of(run_dir: Path, role: str, step: int) -> dict[str, torch.Tensor]:
     return weights
 
 
-def test_ppo_logs_what_the_field_logs(task: Path, tmp_path: Path) -> None:
+def test_ppo_logs_the_standard_metrics(task: Path, tmp_path: Path) -> None:
     steps = run_ppo(task, tmp_path, *PPO, "trainer.critic_warmup=1", "trainer.val_before_train=true", "trainer.test_freq=2")
     assert [step["training/global_step"] for step in steps] == [0, 1, 2]
     assert "val/accuracy" in steps[0] and "val/accuracy" in steps[2] and "val/accuracy" not in steps[1]
@@ -83,15 +83,15 @@ def test_ppo_logs_what_the_field_logs(task: Path, tmp_path: Path) -> None:
     }  # fmt: skip
     of_the_actor = {"actor/pg_loss", "actor/entropy", "actor/grad_norm", "actor/lr", "actor/ppo_kl", "timing_s/update_actor"}
     assert common <= steps[1].keys(), common - steps[1].keys()
-    assert not of_the_actor & steps[1].keys(), "the critic warms up alone in step 1"
+    assert not of_the_actor & steps[1].keys(), "step 1 is the critic's warm-up"
     assert common | of_the_actor <= steps[2].keys(), of_the_actor - steps[2].keys()
     assert all(math.isfinite(value) for step in steps for value in step.values())
     assert steps[2]["actor/reward_kl_penalty_coeff"] != 0.05, "the adaptive coefficient moved"
-    assert_start_is_told(tmp_path)
+    assert_start_is_reported(tmp_path)
 
 
-def assert_start_is_told(run_dir: Path) -> None:
-    """Part by part, on the controller and on the workers."""
+def assert_start_is_reported(run_dir: Path) -> None:
+    """Seconds by part, of the controller and of the workers."""
     seconds = json.loads((run_dir / START).read_text())
     own = ["program", "checks", "backend", "data", "workers", "models", "engine", "rewards", "sync"]
     roles = {f"ranks/{role}" for role in ("actor", "ref", "critic", "rollout")}
@@ -101,8 +101,8 @@ def assert_start_is_told(run_dir: Path) -> None:
     assert sum(seconds[role] for role in roles - {"ranks/rollout"}) <= seconds["models"] + 0.01
 
 
-def test_the_cut_of_the_work_does_not_change_the_step(task: Path, tmp_path: Path) -> None:
-    """Micro-batches by rows, by tokens, or in one piece: the same gradient and the same loss, to float tolerance."""
+def test_micro_batch_size_does_not_change_the_step(task: Path, tmp_path: Path) -> None:
+    """Micro-batches by rows, by tokens, or a single one: the same gradient and the same loss, to float tolerance."""
     cuts = {
         "whole": (),
         "tokens": ("actor_rollout_ref.actor.ppo_max_token_len_per_gpu=48",),
@@ -115,17 +115,17 @@ def test_the_cut_of_the_work_does_not_change_the_step(task: Path, tmp_path: Path
             assert step[metric] == pytest.approx(steps["whole"][metric], rel=2e-5, abs=1e-8), (name, metric)
 
 
-def test_every_step_sees_other_prompts_and_every_answer_is_drawn_anew(task: Path, tmp_path: Path) -> None:
+def test_every_step_has_new_prompts_and_independent_samples(task: Path, tmp_path: Path) -> None:
     run_ppo(task, tmp_path, f"trainer.rollout_data_dir={tmp_path / 'rollouts'}")
     steps = [pq.read_table(tmp_path / "rollouts" / f"step_{step}.parquet").to_pydict() for step in (1, 2)]
-    assert not set(steps[0]["uid"]) & set(steps[1]["uid"]), "an epoch has not ended"
+    assert not set(steps[0]["uid"]) & set(steps[1]["uid"]), "no epoch has ended"
     for step in steps:
         assert len(set(step["uid"])) == 8 and step["sample"] == [0, 1, 2, 3] * 8
         answers = [step["response"][i : i + 4] for i in range(0, 32, 4)]
-        assert sum(len(set(group)) > 1 for group in answers) == 8, "four answers to a prompt are not one"
+        assert sum(len(set(group)) > 1 for group in answers) == 8, "the four responses to a prompt are all equal"
 
 
-def test_failed_rewards_are_counted_and_left_out(task: Path, tmp_path: Path) -> None:
+def test_failed_rewards_are_counted_and_excluded(task: Path, tmp_path: Path) -> None:
     reward = tmp_path / "reward.py"
     reward.write_text(
         "def compute_score(data_source, solution_str, ground_truth, extra_info):\n"
@@ -133,12 +133,10 @@ def test_failed_rewards_are_counted_and_left_out(task: Path, tmp_path: Path) -> 
     )
     step = run_ppo(task, tmp_path / "run", f"reward.custom_reward_function.path={reward}")[0]
     assert 0 < step["reward/failed"] < 32 and step["reward/failed"] % 4 == 0
-    assert step["critic/score/mean"] == 1.0, "a failed reward is no zero"
+    assert step["critic/score/mean"] == 1.0, "a failed reward counts as zero"
 
 
-def test_when_every_reward_fails_the_first_error_is_reported(
-    task: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_first_error_is_reported_when_every_reward_fails(task: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     reward = tmp_path / "reward.py"
     reward.write_text("def compute_score(**asked):\n    raise KeyError('no such thing')\n")
     code = main_ppo.PROGRAM(ppo_arguments(task, tmp_path / "run", f"reward.custom_reward_function.path={reward}"))

@@ -1,4 +1,4 @@
-"""Runs in which something is wrong, and what is told of it. In one process."""
+"""Runs that diverge or whose rewards fail, and what they report. In one process."""
 
 from collections import Counter
 from pathlib import Path
@@ -23,12 +23,12 @@ def reward(folder: Path, body: str) -> str:
     return f"reward.custom_reward_function.path={folder}/mine.py"
 
 
-def told(run_dir: Path) -> list[tuple[int, str, str]]:
-    """Step, kind, and how the text begins."""
+def reported(run_dir: Path) -> list[tuple[int, str, str]]:
+    """Step, kind, and the beginning of the text."""
     return [(event["step"], event["kind"], event["text"].partition(":")[0]) for event in read_lines(run_dir / EVENTS)]
 
 
-def test_the_first_cause_of_failing_rewards_reaches_console_events_report_and_dump(
+def test_first_reward_error_is_on_console_in_events_report_and_dump(
     task: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     own = reward(tmp_path, "    if extra_info['index'] % 3 == 0:\n        return int('seven')\n    return 1.0")
@@ -47,32 +47,32 @@ def test_the_first_cause_of_failing_rewards_reaches_console_events_report_and_du
         assert [error is None for error in rows["reward_error"]] == [score is not None for score in rows["score"]]
 
 
-def test_a_held_out_answer_without_a_score_is_no_zero(task: Path, tmp_path: Path) -> None:
+def test_validation_response_without_a_score_is_reported_not_zero(task: Path, tmp_path: Path) -> None:
     own = reward(tmp_path, "    if extra_info['index'] % 2:\n        raise KeyError('no')\n    return 1.0")
     run_ppo(task, tmp_path / "run", own, "trainer.val_only=true", "trainer.log_val_generations=2")
-    assert told(tmp_path / "run") == [(0, "reward", "16 of 32 rewards of validation failed")]
+    assert reported(tmp_path / "run") == [(0, "reward", "16 of 32 rewards of validation failed")]
     errors = [sample["reward_error"] for sample in read_lines(tmp_path / "run" / "samples.jsonl")]
     assert Counter(errors) == {None: 16, "KeyError: 'no' (mine.py:3)": 16}
     assert "no score: KeyError" in (tmp_path / "run" / REPORT).read_text()
 
 
-def test_a_run_that_learns_reports_nothing(task: Path, tmp_path: Path) -> None:
+def test_healthy_run_reports_nothing(task: Path, tmp_path: Path) -> None:
     steps = run_ppo(task, tmp_path / "run", *TEN, "data.max_response_length=32", "trainer.test_freq=5")
     assert not (tmp_path / "run" / EVENTS).exists() and "val/accuracy" in steps[-1]
 
 
-def test_answers_that_cannot_end_are_reported_before_the_first_step(task: Path, tmp_path: Path) -> None:
+def test_responses_that_cannot_terminate_are_reported_before_the_first_step(task: Path, tmp_path: Path) -> None:
     model = f"actor_rollout_ref.model.path={without_eos(task / 'base', tmp_path / 'endless')}"
     run_ppo(task, tmp_path / "run", model)
-    assert told(tmp_path / "run") == [(0, "alarm", "end_token")]
+    assert reported(tmp_path / "run") == [(0, "alarm", "end_token")]
     stops = ppo_arguments(task, tmp_path / "other", model, "alarms.end_token.action=stop")
     assert main_ppo.PROGRAM(stops) == 3 and metrics_of(tmp_path / "other") == []
 
 
-def test_a_policy_that_loses_what_it_could_is_reported(task: Path, tmp_path: Path) -> None:
-    """It is paid for different characters, and such a learning rate breaks it: from then on it writes one, to the end."""
+def test_policy_that_loses_its_validation_score_is_reported(task: Path, tmp_path: Path) -> None:
+    """The reward is for different characters, and the learning rate breaks the policy: it then repeats one character."""
     varied = reward(tmp_path, "    return len(set(solution_str)) / 13")
     sampled = ("actor_rollout_ref.rollout.val_kwargs.do_sample=true", "actor_rollout_ref.rollout.val_kwargs.temperature=1.0")
     validated = ("trainer.val_before_train=true", "trainer.test_freq=5", *sampled)
     run_ppo(task, tmp_path / "run", *TEN, varied, *validated, "actor_rollout_ref.actor.optim.lr=1.0")
-    assert [(step, name) for step, _, name in told(tmp_path / "run") if name == "validation"] == [(5, "validation")]
+    assert [(step, name) for step, _, name in reported(tmp_path / "run") if name == "validation"] == [(5, "validation")]

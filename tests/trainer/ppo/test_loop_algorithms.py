@@ -1,4 +1,4 @@
-"""Whole runs with the algorithms: what they switch on, and what must then hold."""
+"""Complete runs with each algorithm: what it enables, and properties that must hold then."""
 
 import math
 from pathlib import Path
@@ -39,7 +39,7 @@ def plain(task: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, flo
 
 
 @pytest.mark.parametrize("estimator", list(ADVANTAGES))
-def test_every_estimator_takes_a_step(task: Path, tmp_path: Path, estimator: str) -> None:
+def test_every_estimator_completes_a_step(task: Path, tmp_path: Path, estimator: str) -> None:
     named = f"reward.custom_reward_function.path={task}/named.py"
     options = {"gdpo": (named, "algorithm.gdpo_reward_keys=[right,short]"), "gae": (f"critic.model.path={task}/base",)}
     step = run_ppo(task, tmp_path, f"algorithm.adv_estimator={estimator}", *options.get(estimator, ()), *ONE_STEP)[0]
@@ -49,16 +49,18 @@ def test_every_estimator_takes_a_step(task: Path, tmp_path: Path, estimator: str
 
 
 @pytest.mark.parametrize("loss_mode", list(POLICY_LOSSES))
-def test_every_loss_takes_its_steps(task: Path, tmp_path: Path, loss_mode: str, plain: dict[str, float]) -> None:
+def test_every_loss_completes_its_steps(task: Path, tmp_path: Path, loss_mode: str, plain: dict[str, float]) -> None:
     step = run_ppo(task, tmp_path, f"{ACTOR}.policy_loss.loss_mode={loss_mode}", *EVERY_UPDATE, *ONE_STEP)[0]
     assert all(math.isfinite(value) for value in step.values())
     assert step["actor/grad_norm"] > 0
     first = run_ppo(task, tmp_path / "first", f"{ACTOR}.policy_loss.loss_mode={loss_mode}", *ONE_STEP)[0]
-    if loss_mode not in {"clip_cov", "kl_cov"}:  # they leave a token out, hold one back
-        assert first["actor/grad_norm"] == pytest.approx(plain["actor/grad_norm"], rel=1e-4), "on-policy all are one gradient"
+    if loss_mode not in {"clip_cov", "kl_cov"}:  # they exclude a token, or penalize one
+        assert first["actor/grad_norm"] == pytest.approx(plain["actor/grad_norm"], rel=1e-4), (
+            "on-policy gradients of all losses are equal"
+        )
 
 
-def test_a_users_file_gives_estimator_and_loss(task: Path, tmp_path: Path, plain: dict[str, float]) -> None:
+def test_estimator_and_loss_from_a_users_file_are_used(task: Path, tmp_path: Path, plain: dict[str, float]) -> None:
     step = run_ppo(
         task, tmp_path, f"algorithm.adv_estimator={task}/named.py:mine",
         f"{ACTOR}.policy_loss.loss_mode={task}/named.py:my_loss", *ONE_STEP,
@@ -78,7 +80,7 @@ def test_a_users_file_gives_estimator_and_loss(task: Path, tmp_path: Path, plain
     ],
     ids=["token", "sequence", "rejection", "bypass", "bypass_reinforce"],
 )
-def test_where_nothing_is_wrong_the_correction_changes_nothing(
+def test_correction_without_mismatch_changes_nothing(
     task: Path, tmp_path: Path, plain: dict[str, float], correction: tuple[str, ...]
 ) -> None:
     step = run_ppo(task, tmp_path, *ONE_STEP, *(f"{CORRECTION}.{change}" for change in correction))[0]
@@ -91,14 +93,14 @@ def test_where_nothing_is_wrong_the_correction_changes_nothing(
         assert step["rollout_corr/kl"] == pytest.approx(0.0, abs=1e-6)
 
 
-def test_a_mismatch_above_the_bound_warns(task: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_mismatch_above_the_bound_warns(task: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     run_ppo(task, tmp_path / "a", *ONE_STEP)
     assert "mismatch_bound" not in capfd.readouterr().err
     run_ppo(task, tmp_path / "b", *ONE_STEP, f"{CORRECTION}.mismatch_bound=1e-12")
     assert "alarm: step 1: mismatch: training/rollout_log_probs_diff_mean is" in capfd.readouterr().err
 
 
-def test_the_exact_kl_in_the_loss_and_in_the_reward(task: Path, tmp_path: Path) -> None:
+def test_exact_kl_in_the_loss_and_in_the_reward(task: Path, tmp_path: Path) -> None:
     steps = run_ppo(task, tmp_path / "loss", f"{ACTOR}.use_kl_loss=true", f"{ACTOR}.kl_loss_type=full")
     assert steps[0]["actor/kl_loss"] == pytest.approx(0.0, abs=1e-6) and steps[1]["actor/kl_loss"] > 1e-6
     exact = run_ppo(task, tmp_path / "exact", "algorithm.use_kl_in_reward=true", "algorithm.kl_penalty=full")
@@ -107,8 +109,8 @@ def test_the_exact_kl_in_the_loss_and_in_the_reward(task: Path, tmp_path: Path) 
     assert 0.2 * expected < actual < 5 * expected and actual > 1e-6
 
 
-def test_cut_answers_are_masked_or_bootstrapped(task: Path, tmp_path: Path, plain: dict[str, float]) -> None:
-    assert 0 < plain["response_length/clip_ratio"] < 1, "some are cut, some are not"
+def test_truncated_responses_are_masked_or_bootstrapped(task: Path, tmp_path: Path, plain: dict[str, float]) -> None:
+    assert 0 < plain["response_length/clip_ratio"] < 1, "the batch must have truncated and terminated responses"
     masked = run_ppo(task, tmp_path / "mask", *ONE_STEP, "algorithm.truncated_answers=mask")[0]
     assert masked["actor/grad_norm"] != plain["actor/grad_norm"] and masked["critic/score/mean"] == plain["critic/score/mean"]
     everything = ("actor_rollout_ref.rollout.ignore_eos=true", "algorithm.truncated_answers=mask")
@@ -116,27 +118,27 @@ def test_cut_answers_are_masked_or_bootstrapped(task: Path, tmp_path: Path, plai
     ppo = ("algorithm=ppo", "algorithm.gamma=0.9", "algorithm.lam=0.9")
     kept = run_ppo(task, tmp_path / "kept", *ppo)
     bootstrapped = run_ppo(task, tmp_path / "bootstrapped", *ppo, "algorithm.truncated_answers=bootstrap")
-    assert repeatable(kept)[0]["critic/returns/mean"] == bootstrapped[0]["critic/returns/mean"], "a new critic says 0"
+    assert repeatable(kept)[0]["critic/returns/mean"] == bootstrapped[0]["critic/returns/mean"], "values of a new critic are 0"
     assert kept[1]["critic/returns/mean"] != bootstrapped[1]["critic/returns/mean"]
 
 
-def test_normalised_targets_resume_bitwise(task: Path, tmp_path: Path) -> None:
+def test_normalized_targets_resume_bitwise(task: Path, tmp_path: Path) -> None:
     overrides = ("algorithm=ppo", "critic.normalize_targets=true", "trainer.save_freq=2", "trainer.total_training_steps=4")
     whole = run_ppo(task, tmp_path / "whole", *overrides)
     run_ppo(task, tmp_path / "broken", *overrides, "trainer.total_training_steps=2")
     assert repeatable(run_ppo(task, tmp_path / "broken", *overrides)) == repeatable(whole)
     raw = run_ppo(task, tmp_path / "raw", *overrides, "critic.normalize_targets=false")
-    assert whole[0]["critic/vf_loss"] == raw[0]["critic/vf_loss"], "nothing has been seen in the first step"
+    assert whole[0]["critic/vf_loss"] == raw[0]["critic/vf_loss"], "no moments exist in the first step"
     assert whole[2]["critic/vf_loss"] != raw[2]["critic/vf_loss"]
-    # The values that advantages are made from are in the rewards' units again: at the mean of the returns, for a new head.
+    # The values that advantages are computed from are in units of the rewards again: at the mean of the returns, for a new head.
     assert abs(whole[1]["critic/values/mean"] - whole[0]["critic/returns/mean"]) < 0.5 * abs(whole[0]["critic/returns/mean"])
 
 
 @pytest.mark.parametrize("mode", [(), ("bypass_mode=true", "loss_type=reinforce")], ids=["before", "bypass"])
-def test_weights_and_rejections_reach_the_loss(
+def test_correction_weights_and_rejections_reach_the_loss(
     task: Path, tmp_path: Path, plain: dict[str, float], mode: tuple[str, ...]
 ) -> None:
-    """The ratio is 1: cut at a half it halves the gradient, and outside the bounds nothing is left."""
+    """The ratio is 1: truncated at 0.5 it halves the gradient; outside the bounds all tokens are masked."""
     halved = (*mode, "rollout_is=token", "rollout_is_threshold=0.5")
     step = run_ppo(task, tmp_path / "halved", *ONE_STEP, *(f"{CORRECTION}.{change}" for change in halved))[0]
     assert step["actor/grad_norm"] == pytest.approx(plain["actor/grad_norm"] / 2, rel=1e-4)
@@ -145,8 +147,8 @@ def test_weights_and_rejections_reach_the_loss(
     assert step["rollout_corr/rollout_rs_masked_fraction"] == 1.0 and step["actor/grad_norm"] == 0.0
 
 
-def test_clip_cov_draws_anew_in_every_update(task: Path, tmp_path: Path) -> None:
-    """Every third token is left out: the gradient is not the plain one, and the same seed gives the same run."""
+def test_clip_cov_samples_new_tokens_in_every_update(task: Path, tmp_path: Path) -> None:
+    """Every third token is excluded: the gradient differs from the plain one, and the same seed gives the same run."""
     loss = f"{ACTOR}.policy_loss"
     overrides = (f"{loss}.loss_mode=clip_cov", f"{loss}.clip_cov_ratio=0.3", f"{loss}.clip_cov_lb=-9", f"{loss}.clip_cov_ub=9")
     one, again = (run_ppo(task, tmp_path / name, *overrides, *EVERY_UPDATE, *ONE_STEP)[0] for name in ("one", "again"))
@@ -157,8 +159,8 @@ def test_clip_cov_draws_anew_in_every_update(task: Path, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("mode", ["before", "bypass"])
-def test_mini_batches_of_which_nothing_is_left_do_not_end_the_run(task: Path, tmp_path: Path, mode: str) -> None:
-    """Every answer is cut, and masked; the log has numbers of what there is, and no infinities of what there is not."""
+def test_fully_masked_mini_batches_do_not_end_the_run(task: Path, tmp_path: Path, mode: str) -> None:
+    """Every response is truncated and masked; the log has only finite numbers."""
     emptied = ("actor_rollout_ref.rollout.ignore_eos=true", "algorithm.truncated_answers=mask")
     rules = ["rollout_is=token", "rollout_rs=seq_mean_k1", "rollout_rs_threshold=0.5_2.0"]
     rules += ["bypass_mode=true", "loss_type=reinforce"] if mode == "bypass" else []

@@ -1,4 +1,4 @@
-"""Whole runs that save: in the background, on a disk that fills up, and what the end of a run says of it."""
+"""Complete runs that save: in the background, on a full disk, and the report at the end of such a run."""
 
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,7 @@ from trainer import main_ppo
 from trainer.checkpoint.manifest import read_checkpoint
 from trainer.run.run_dir import EVENTS, checkpoint_steps, read_lines
 
-# Files of this process may be so small for the time of some steps: a limit of the kernel's, as real as a full disk.
+# A kernel limit on the size of files of this process during some steps: the same errors as a full disk.
 FULL_DISK = """
 import resource
 calls = 0
@@ -31,12 +31,12 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def shards(run_dir: Path, step: int) -> dict[str, tuple[int, str]]:
-    """Size and hash of every file, which reading has compared with the file."""
+    """Size and hash of every file; both were compared with the file when the checkpoint was read."""
     files = read_checkpoint(run_dir / f"global_step_{step}").manifest.files
     return {name: (entry.size, entry.sha256) for name, entry in files.items()}
 
 
-def test_in_the_background_the_same_run_and_the_same_bytes(
+def test_background_saves_give_the_same_run_and_the_same_files(
     task: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     overrides = ("algorithm=ppo", "trainer.save_freq=1", "trainer.total_training_steps=3")
@@ -50,10 +50,10 @@ def test_in_the_background_the_same_run_and_the_same_bytes(
     assert (tmp_path / "background/best_checkpointed_iteration.txt").read_text() == str(worst)
     for step in {worst, 3}:
         assert shards(tmp_path / "background", step) == shards(tmp_path / "waiting", step)
-    # And it goes on, one from the other's checkpoint.
-    goes_on = ("trainer.total_training_steps=4", "trainer.resume_mode=resume_path")
+    # Each resumes from the checkpoint of the other.
+    resumes = ("trainer.total_training_steps=4", "trainer.resume_mode=resume_path")
     from_background = f"trainer.resume_from_path={tmp_path}/background/global_step_3"
-    further = run_ppo(task, tmp_path / "further", *overrides, *goes_on, from_background)
+    further = run_ppo(task, tmp_path / "further", *overrides, *resumes, from_background)
     whole = run_ppo(task, tmp_path / "waiting", *overrides, "trainer.total_training_steps=4")
     assert repeatable(further) == repeatable(whole)[3:]
     capsys.readouterr()
@@ -61,7 +61,7 @@ def test_in_the_background_the_same_run_and_the_same_bytes(
     assert capsys.readouterr().out.startswith(f"the run in {tmp_path}/waiting ended with step 4: nothing is left to do")
 
 
-def run_on_a_disk_that_is_full_at(task: Path, folder: Path, full: list[int], *overrides: str) -> int:
+def run_with_a_full_disk_at(task: Path, folder: Path, full: list[int], *overrides: str) -> int:
     (folder / "reward.py").write_text(FULL_DISK)
     function = f"reward.custom_reward_function.path={folder}/reward.py"
     steps = (
@@ -77,8 +77,8 @@ def events(run_dir: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("background", ["true", "false"])
-def test_a_disk_that_fills_up_costs_a_checkpoint_and_not_the_run(background: str, task: Path, tmp_path: Path) -> None:
-    assert run_on_a_disk_that_is_full_at(task, tmp_path, [2, 3], f"trainer.checkpoint.async_save={background}") == 0
+def test_full_disk_loses_a_checkpoint_and_not_the_run(background: str, task: Path, tmp_path: Path) -> None:
+    assert run_with_a_full_disk_at(task, tmp_path, [2, 3], f"trainer.checkpoint.async_save={background}") == 0
     assert checkpoint_steps(tmp_path / "run") == [4]
     (event,) = events(tmp_path / "run")
     assert event["step"] == 2 and "File too large" in event["text"] and "the next save is tried" in event["text"]
@@ -89,9 +89,9 @@ def test_a_disk_that_fills_up_costs_a_checkpoint_and_not_the_run(background: str
     assert repeatable(metrics_of(tmp_path / "run")) == repeatable(unbroken)
 
 
-def test_a_run_whose_end_is_not_saved_says_so(task: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_run_whose_last_checkpoint_is_missing_reports_it(task: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     try:
-        code = run_on_a_disk_that_is_full_at(task, tmp_path, [4])
+        code = run_with_a_full_disk_at(task, tmp_path, [4])
     finally:
         lift_the_limit()
     assert code == 1
@@ -109,14 +109,14 @@ def lift_the_limit() -> None:
 
 
 def damage(run_dir: Path, step: int) -> None:
-    """Another bit in a shard: its name and size stay."""
+    """Flip a bit in a shard: its name and size stay."""
     (shard,) = (run_dir / f"global_step_{step}/actor").glob("*.safetensors")
     content = bytearray(shard.read_bytes())
     content[-1] ^= 1
     shard.write_bytes(content)
 
 
-def test_workers_find_damaged_weights_and_the_checkpoint_before_is_taken(
+def test_damaged_weights_are_found_by_workers_and_the_previous_checkpoint_resumed(
     task: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run_dir, three = tmp_path / "run", ("trainer.save_freq=1", "trainer.total_training_steps=3")
@@ -135,5 +135,5 @@ def test_workers_find_damaged_weights_and_the_checkpoint_before_is_taken(
     assert "error: no checkpoint up to step 1 is whole: " in capsys.readouterr().err
     named = ("trainer.resume_mode=resume_path", f"trainer.resume_from_path={run_dir}/global_step_2")
     assert main_ppo.PROGRAM([*ppo_arguments(task, tmp_path / "other", *four), *named]) == 2
-    told_again = capsys.readouterr().err
-    assert "error: trainer.resume_from_path: " in told_again and "; take another one" in told_again
+    error = capsys.readouterr().err
+    assert "error: trainer.resume_from_path: " in error and "; take another one" in error

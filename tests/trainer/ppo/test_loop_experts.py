@@ -1,4 +1,4 @@
-"""A whole run of a mixture of experts."""
+"""A complete run of a mixture of experts."""
 
 from pathlib import Path
 
@@ -20,8 +20,8 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return task
 
 
-def test_it_is_on_policy_continues_bitwise_identically_and_is_exported(task: Path, tmp_path: Path) -> None:
-    """With a critic, which is a mixture too."""
+def test_mixture_of_experts_is_on_policy_resumes_bitwise_and_is_exported(task: Path, tmp_path: Path) -> None:
+    """With a critic, which is a mixture of experts too."""
     words = ("algorithm=ppo", "actor_rollout_ref.model.router_aux_loss_coef=0.01", "trainer.save_freq=2")
     whole = run_ppo(task, tmp_path / "whole", *words, "trainer.total_training_steps=3")
     for step in whole:
@@ -39,7 +39,7 @@ def test_it_is_on_policy_continues_bitwise_identically_and_is_exported(task: Pat
     assert model.config.model_type == "qwen3_moe"
 
 
-def test_a_dense_model_with_an_auxiliary_loss_is_refused_in_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_auxiliary_loss_of_a_dense_model_is_refused_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     dense = make_task(tmp_path)
     words = ppo_arguments(dense, tmp_path / "run", "actor_rollout_ref.model.router_aux_loss_coef=0.01")
     assert main_ppo.PROGRAM(words) != 0

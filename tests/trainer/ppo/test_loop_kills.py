@@ -1,4 +1,4 @@
-"""A run killed at any point and started again equals, bitwise, the run that was not killed. Kills of runs on Ray are in soak."""
+"""Runs killed at any moment and restarted are bitwise identical to uninterrupted runs. Kills of runs on Ray are in soak."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -12,7 +12,7 @@ from tests.runs import make_task, metrics_of, ppo_arguments, repeatable, run_ppo
 from trainer.checkpoint.resume import find_latest
 from trainer.run.run_dir import ROLLOUTS, SAMPLES, checkpoint_steps
 
-# Few and short answers, often alike: groups without a difference are drawn again. Epochs end on the way.
+# Few and short responses, often equal: groups without a difference are sampled again. Epochs end during the run.
 SMALL = (
     "data.train_batch_size=4", "actor_rollout_ref.actor.ppo_mini_batch_size=2", "actor_rollout_ref.rollout.n=3",
     "actor_rollout_ref.actor.ppo_epochs=2", "actor_rollout_ref.actor.shuffle=true", "algorithm.filter_groups.enable=true",
@@ -35,7 +35,7 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def content(run_dir: Path) -> dict[str, object]:
-    """All that a run leaves, but for wall times: metrics, answers, and every tensor of its checkpoints to the bit."""
+    """All files of a run except wall times: metrics, responses, and every tensor of its checkpoints as bytes."""
     found: dict[str, object] = {"metrics": repeatable(metrics_of(run_dir)), "samples": (run_dir / SAMPLES).read_bytes()}
     for path in (run_dir / ROLLOUTS).glob("*.parquet"):
         found[f"answers {path.name}"] = pq.read_table(path).to_pydict()
@@ -57,7 +57,7 @@ def differences(mine: Path, other: Path) -> list[str]:
 
 
 def check_cover(run_dir: Path) -> None:
-    """The run was worth the trouble: groups were drawn again, an epoch ended, checkpoints have all that is trained."""
+    """The run covers the relevant events: groups were resampled, an epoch ended, checkpoints contain all trained tensors."""
     steps = metrics_of(run_dir)
     assert sum(step.get("training/filter_groups/rounds", 1.0) for step in steps) > len(steps)
     assert steps[-1]["training/epoch"] > 0
@@ -65,7 +65,7 @@ def check_cover(run_dir: Path) -> None:
 
 
 @pytest.mark.timeout(600)
-def test_two_kills_change_nothing(task: Path, tmp_path: Path) -> None:
+def test_two_kills_leave_the_run_bitwise_identical(task: Path, tmp_path: Path) -> None:
     kills = [Kill(2, "write", backend="local"), Kill(3, "update_actor", 0.02, backend="local")]
     options = (*SMALL, *PPO, "trainer.total_training_steps=6", "trainer.save_freq=1", "trainer.test_freq=1")
     whole = tmp_path / "whole"
@@ -76,8 +76,8 @@ def test_two_kills_change_nothing(task: Path, tmp_path: Path) -> None:
 
 @pytest.mark.soak
 @pytest.mark.timeout(600)
-def test_kills_change_nothing_for_an_adapter_either(task: Path, tmp_path: Path) -> None:
-    """The actor's and the critic's; the reference is the actor's base."""
+def test_kills_leave_an_adapter_run_bitwise_identical(task: Path, tmp_path: Path) -> None:
+    """Adapters of actor and critic; the reference is the actor's base."""
     kills = [Kill(2, "rename", backend="local"), Kill(3, "update_actor", 0.005, backend="local")]
     options = (*SMALL, *PPO, *LORA, "trainer.total_training_steps=3", "trainer.save_freq=1", "trainer.test_freq=1")
     whole = tmp_path / "whole"
@@ -112,21 +112,21 @@ SOAK: dict[str, tuple[tuple[str, ...], int, list[Kill]]] = {
 
 @pytest.fixture(scope="module")
 def table() -> Iterator[list[Outcome]]:
-    """Of all kills of this module that were survived."""
+    """The outcomes of all kills of this module."""
     outcomes: list[Outcome] = []
     yield outcomes
     names = sorted({outcome.kill.phase for outcome in outcomes})
     print("\nkilled in | times | outcome | seconds from the kill to the next first step")
     for name in names:
         seconds = [outcome.seconds for outcome in outcomes if outcome.kill.phase == name]
-        print(f"{name} | {len(seconds)} | equal to the bit | {', '.join(f'{one:.1f}' for one in seconds)}")
+        print(f"{name} | {len(seconds)} | bitwise identical | {', '.join(f'{one:.1f}' for one in seconds)}")
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("name", SOAK)
-def test_many_kills_change_nothing(name: str, task: Path, tmp_path: Path, table: list[Outcome]) -> None:
-    """GRPO saves every other step, so that steps are repeated; rewards are scored in a process of their own."""
+def test_many_kills_leave_the_run_bitwise_identical(name: str, task: Path, tmp_path: Path, table: list[Outcome]) -> None:
+    """GRPO saves every second step, so that steps are repeated; rewards are scored in a separate process."""
     algorithm, ranks, kills = SOAK[name]
     every = 2 if algorithm is GRPO else 1
     options = (

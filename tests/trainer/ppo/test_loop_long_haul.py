@@ -1,4 +1,4 @@
-"""Five hundred steps with validation, checkpoints and report: nothing grows. Long: scripts/test.sh soak."""
+"""Five hundred steps with validation, checkpoints and report: no memory or file count grows. Long: scripts/test.sh soak."""
 
 import json
 import statistics
@@ -19,8 +19,8 @@ def over(samples: list[Sample], role: str, first: int, last: int) -> list[Sample
 
 @pytest.mark.soak
 @pytest.mark.timeout(900)
-def test_five_hundred_steps_grow_nothing(tmp_path: Path) -> None:
-    """Memory is compared as the median of WINDOW steps: right after WARM steps, and at the end, before it is all torn down."""
+def test_resources_do_not_grow_over_five_hundred_steps(tmp_path: Path) -> None:
+    """Memory is compared as the median of WINDOW steps: right after WARM steps, and at the end, before shutdown."""
     task, run_dir = make_task(tmp_path / "task", train_size=64, test_size=8), tmp_path / "run"
     arguments = ppo_arguments(
         task, run_dir, "trainer.backend=ray", "trainer.logger=[console,tensorboard]", "reward.num_workers=1",

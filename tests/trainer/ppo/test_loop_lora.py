@@ -1,4 +1,4 @@
-"""A policy that is a LoRA adapter: whole runs on one worker."""
+"""A policy with a LoRA adapter: complete runs on one worker."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -30,7 +30,7 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Seen:
-    """What a run asked for, and got."""
+    """Records the calls of a run and their results."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.roles: list[str] = []
@@ -57,7 +57,7 @@ class Seen:
         monkeypatch.setattr(RemoteModel, "forward", recorded)
 
 
-def test_the_reference_is_the_base_and_no_second_copy(task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reference_is_the_base_without_a_second_copy(task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = Seen(monkeypatch)
     steps = run_ppo(task, tmp_path, *LORA, *KL, "trainer.total_training_steps=3")
     assert seen.roles == seen.residents == ["actor"]
@@ -73,25 +73,25 @@ def test_the_reference_is_the_base_and_no_second_copy(task: Path, tmp_path: Path
             assert ((log_p - actual[1:]) * mask[1:]).abs().max() < 1e-5
 
 
-def test_the_reference_is_cut_as_its_own_keys_say(task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reference_uses_its_own_micro_batch_keys(task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Limits] = []
     plan = RemoteModel._plan
     monkeypatch.setattr(RemoteModel, "_plan", lambda self, batch, limits: asked.append(limits) or plan(self, batch, limits))
-    monkeypatch.setattr(ResponseLog, "record", lambda *_: None)  # which asks too
+    monkeypatch.setattr(ResponseLog, "record", lambda *_: None)  # it plans micro-batches too
     rows = "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=3"
     run_ppo(task, tmp_path, *LORA, *KL, rows, "actor_rollout_ref.ref.log_prob_use_dynamic_bsz=false")
     assert [limits.max_rows for limits in asked] == [3, None] * 2, "the reference, and an update, of each step"
 
 
-def test_no_reference_is_counted_where_there_is_none() -> None:
-    """Megatron of a reference that is never built takes no GPUs."""
+def test_adapter_run_has_no_reference_role() -> None:
+    """A reference on Megatron that is never built takes no GPUs."""
     odd = ("actor_rollout_ref.ref.strategy=megatron", *KL)
     with_adapter, without = (compose("ppo_trainer", PPOConfig, [*odd, *lora]) for lora in (LORA, ()))
     assert "actor_rollout_ref.ref" not in roles_of(with_adapter, has_critic=False)
     assert "actor_rollout_ref.ref" in roles_of(without, has_critic=False)
 
 
-def test_a_run_continues_from_an_adapters_checkpoint(task: Path, tmp_path: Path) -> None:
+def test_run_resumes_from_an_adapter_checkpoint(task: Path, tmp_path: Path) -> None:
     overrides = (*LORA, *KL, "algorithm=ppo", "critic.model.lora_rank=2", "trainer.save_freq=2")
     whole = run_ppo(task, tmp_path / "whole", *overrides, "trainer.total_training_steps=4")
     run_ppo(task, tmp_path / "broken", *overrides, "trainer.total_training_steps=2")
@@ -107,8 +107,8 @@ def test_a_run_continues_from_an_adapters_checkpoint(task: Path, tmp_path: Path)
         assert sizes[0] < sizes[1] / 10, role
 
 
-def test_a_light_base_is_trained_with_an_adapter(task: Path, tmp_path: Path) -> None:
-    """In bfloat16, where FSDP gathers what is frozen and what is not."""
+def test_bfloat16_base_is_trained_with_a_float32_adapter(task: Path, tmp_path: Path) -> None:
+    """FSDP gathers frozen and trained parameters separately."""
     bfloat16 = [f"actor_rollout_ref.actor.fsdp_config.{name}=bfloat16" for name in ("model_dtype", "dtype")]
     steps = run_ppo(task, tmp_path, *LORA, *KL, *bfloat16)
     assert [step["actor/skipped_updates"] for step in steps] == [0.0, 0.0]
@@ -125,7 +125,7 @@ def test_a_light_base_is_trained_with_an_adapter(task: Path, tmp_path: Path) -> 
         ),
     ],
 )
-def test_what_cannot_be_is_stated_before_a_worker_starts(
+def test_invalid_adapter_keys_are_reported_before_a_worker_starts(
     task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], words: list[str], output: str
 ) -> None:
     monkeypatch.setattr(Worker, "__init__", lambda *words, **more: pytest.fail("a worker started"))

@@ -1,4 +1,4 @@
-"""The whole loop on Megatron: other cuts and other engines go on from its checkpoints, and its rollout engine has its weights."""
+"""The complete loop on Megatron: other layouts and engines resume from its checkpoints; its rollout engine has its weights."""
 
 import json
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from tests.runs import make_task, repeatable, run_ppo
 from trainer import main_export
 from trainer.run.run_dir import SAMPLES
 
-pytestmark = [  # pytest has filters of its own for each test, without those of workers.engine.megatron
+pytestmark = [  # pytest sets its own filters for each test, without those of workers.engine.megatron
     pytest.mark.filterwarnings(r"ignore:::megatron\."),
     pytest.mark.filterwarnings(r"ignore:`torch\.distributed:FutureWarning"),
 ]
@@ -30,7 +30,7 @@ Steps = Sequence[dict[str, float]]
 
 @pytest.fixture(scope="module")
 def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With a model whose distribution over tokens is not flat: greedy answers differ, and change as it learns."""
+    """With a model whose distribution over tokens is not flat: greedy responses differ, and change as it learns."""
     folder = make_task(tmp_path_factory.mktemp("sort_digits"))
     model = AutoModelForCausalLM.from_pretrained(folder / "base")
     with torch.no_grad():
@@ -41,8 +41,8 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def assert_alike(steps: Steps, others: Steps) -> None:
-    """Within 1e-4 of each other; or 1e-6, where a figure is a difference of what is equal. How much of a sync is verified
-    depends on what is gathered for it."""
+    """Within 1e-4 of each other; or 1e-6 where a metric is a difference of equal numbers. The verified bytes of a sync
+    depend on what is gathered for it."""
     assert len(steps) == len(others)
     for mine, expected in zip(repeatable(list(steps)), repeatable(list(others)), strict=True):
         mine, expected = ({name: step[name] for name in step if name != "rollout/verified_bytes"} for step in (mine, expected))
@@ -50,7 +50,7 @@ def assert_alike(steps: Steps, others: Steps) -> None:
 
 
 def resumed(task: Path, run_dir: Path, source: Path, *overrides: str) -> list[dict[str, float]]:
-    """The steps of a run that goes on from the first step of ``source``."""
+    """The steps of a run that resumes from the first step of ``source``."""
     first = ("trainer.resume_mode=resume_path", f"trainer.resume_from_path={source}/global_step_1")
     return run_ppo(task, run_dir, *PPO, *first, *overrides)
 
@@ -63,12 +63,14 @@ def one_worker(task: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pa
 
 
 @pytest.mark.parametrize("roles", [(MEGATRON, "critic.strategy=fsdp"), ("critic.strategy=megatron",)], ids=["actor", "critic"])
-def test_an_engine_for_each_role(roles: Sequence[str], task: Path, one_worker: tuple[Path, Steps], tmp_path: Path) -> None:
+def test_each_role_may_have_its_own_engine(
+    roles: Sequence[str], task: Path, one_worker: tuple[Path, Steps], tmp_path: Path
+) -> None:
     assert_alike(run_ppo(task, tmp_path / "run", *PPO, *roles), one_worker[1])
 
 
-def test_engines_continue_from_each_others_checkpoints(task: Path, one_worker: tuple[Path, Steps], tmp_path: Path) -> None:
-    """With one worker each: actor, critic, their moments, and the schedule."""
+def test_engines_resume_from_checkpoints_of_each_other(task: Path, one_worker: tuple[Path, Steps], tmp_path: Path) -> None:
+    """With one worker each: actor, critic, optimizer moments, schedule."""
     fsdp = one_worker[1]
     assert fsdp[1]["actor/grad_norm"] > 0 and fsdp[1]["critic/grad_norm"] > 0
     megatron = resumed(task, tmp_path / "megatron", one_worker[0], MEGATRON)
@@ -87,15 +89,17 @@ def two_ranks(task: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pat
 
 @pytest.mark.soak
 @pytest.mark.parametrize("cut", [PP2, (), (MEGATRON,)], ids=["pp2", "fsdp", "one worker"])
-def test_a_run_continues_with_another_cut(cut: Sequence[str], task: Path, two_ranks: tuple[Path, Steps], tmp_path: Path) -> None:
+def test_run_resumes_with_another_parallel_layout(
+    cut: Sequence[str], task: Path, two_ranks: tuple[Path, Steps], tmp_path: Path
+) -> None:
     run_dir, steps = two_ranks
     tested = ("trainer.test_freq=1", "trainer.val_before_train=true")
     assert_alike(resumed(task, tmp_path / "resumed", run_dir, *tested, *cut), steps[2:])
 
 
 @pytest.mark.soak
-def test_greedy_answers_after_each_sync_are_transformers(task: Path, two_ranks: tuple[Path, Steps], tmp_path: Path) -> None:
-    """Validation's, of the model that the run begins with, and those that are exported from its checkpoints."""
+def test_greedy_responses_after_each_sync_equal_transformers(task: Path, two_ranks: tuple[Path, Steps], tmp_path: Path) -> None:
+    """Responses of validation, of the start model and of the models exported from the checkpoints."""
     run_dir, _ = two_ranks
     samples = [json.loads(line) for line in (run_dir / SAMPLES).read_text().splitlines()]
     tokenizer = AutoTokenizer.from_pretrained(task / "base")
@@ -112,4 +116,4 @@ def test_greedy_answers_after_each_sync_are_transformers(task: Path, two_ranks: 
             assert sample["response"] == tokenizer.decode(expected[0, ids.shape[1] :], skip_special_tokens=True)
         given.append([sample["response"] for sample in here])
     assert [len(answers) for answers in given] == [32] * 4
-    assert all(before != after for before, after in pairwise(given)), "each step's model answers otherwise"
+    assert all(before != after for before, after in pairwise(given)), "two steps have equal responses"

@@ -1,4 +1,4 @@
-"""Whole runs over two Ray nodes on this machine: one comes late, one dies, one takes its place."""
+"""Complete runs over two Ray nodes on this machine: one starts late, one dies, one replaces it."""
 
 import os
 import re
@@ -34,7 +34,7 @@ def start(nodes: Nodes, task: Path, run_dir: Path, *overrides: str) -> subproces
 
 
 def wait_for(run: subprocess.Popen[str], text: str) -> str:
-    """The line on stderr that has it."""
+    """The first line on stderr that contains ``text``."""
     assert run.stderr is not None
     line = next((line for line in run.stderr if text in line), None)
     assert line is not None, f"the run ended without {text!r}"
@@ -48,8 +48,8 @@ def wait_for_step(run_dir: Path, step: int) -> None:
         time.sleep(0.05)
 
 
-def test_a_node_that_comes_late_is_waited_for(task: Path, tmp_path: Path) -> None:
-    """Actor and critic on a node each: the same numbers as on one."""
+def test_run_waits_for_a_late_node(task: Path, tmp_path: Path) -> None:
+    """Actor and critic on a node each: the same numbers as on one node."""
     alone = run_ppo(task, tmp_path / "alone", *ALL_ROLES)
     with cluster(tmp_path, slots=1) as nodes:
         early = start(nodes, task, tmp_path / "early", "timeouts.join=1")
@@ -65,7 +65,7 @@ def test_a_node_that_comes_late_is_waited_for(task: Path, tmp_path: Path) -> Non
     assert {tuple(pools) for pools, _, _ in spans_of(tmp_path / "run")[1].values()} == {("actor",), ("critic",), ()}
 
 
-def test_a_node_that_dies_is_named_and_the_run_ends(task: Path, tmp_path: Path) -> None:
+def test_dead_node_is_named_and_the_run_ends(task: Path, tmp_path: Path) -> None:
     with cluster(tmp_path, slots=1) as nodes:
         node = nodes.join()
         run = start(nodes, task, tmp_path / "run", "trainer.total_training_steps=100000")
@@ -79,8 +79,8 @@ def test_a_node_that_dies_is_named_and_the_run_ends(task: Path, tmp_path: Path) 
     assert re.match(r"error: rank \d failed in .*: its process or its node is lost: The actor", line), line
 
 
-def test_another_node_takes_its_place(task: Path, tmp_path: Path) -> None:
-    """The run resumes from its last checkpoint, to the numbers of a run that lost nothing."""
+def test_run_resumes_on_a_replacement_node(task: Path, tmp_path: Path) -> None:
+    """From the last checkpoint, with the numbers of an uninterrupted run."""
     alone = run_ppo(task, tmp_path / "alone", *ALL_ROLES, *SIX)
     with cluster(tmp_path, slots=1) as nodes:
         node = nodes.join()

@@ -1,4 +1,4 @@
-"""Whole runs in every layout: the same numbers as on one pool, and pools that work at the same time."""
+"""Complete runs in every layout: the same numbers as on one pool, and pools that work concurrently."""
 
 import json
 from pathlib import Path
@@ -14,7 +14,7 @@ from trainer.run.run_dir import read_lines
 from trainer.tracking.batch_file import load_batch
 
 Spans = dict[str, tuple[list[str], float, float]]
-# A critic, a reference, two updates a step of each.
+# A critic, a reference, and two updates of actor and critic per step.
 ALL_ROLES = (
     "algorithm=ppo", "algorithm.use_kl_in_reward=true", "actor_rollout_ref.actor.ppo_mini_batch_size=4",
     "critic.model.enable_gradient_checkpointing=false",
@@ -49,7 +49,7 @@ def colocated(task: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict
 
 
 def spans_of(run_dir: Path) -> list[Spans]:
-    """By step: of each phase its pools, start and end."""
+    """For each step: the pools, start and end of each phase."""
     entries = read_lines(run_dir / "timeline.jsonl")
     return [{phase: (pools, start, end) for phase, pools, start, end in entry["spans"]} for entry in entries]
 
@@ -59,7 +59,7 @@ def intersect(spans: Spans, one: str, other: str) -> bool:
 
 
 def assert_same(found: list[dict[str, float]], wanted: list[dict[str, float]]) -> None:
-    """But for what depends on the layout: an engine on GPUs of its own never sleeps, and has no timings of that."""
+    """Except metrics that depend on the layout: an engine on its own GPUs never sleeps, and has no timings of sleep and wake."""
     for mine, expected in zip(found, wanted, strict=True):
         names = [name for name in expected if not name.startswith(DEPENDS_ON_THE_CUT)]
         assert sorted(names) == sorted(name for name in mine if not name.startswith(DEPENDS_ON_THE_CUT))
@@ -69,8 +69,8 @@ def assert_same(found: list[dict[str, float]], wanted: list[dict[str, float]]) -
 
 @pytest.mark.soak
 @pytest.mark.parametrize("layout", ["split", "colocate_pairs", "fractions of one GPU"])
-def test_a_layout_gives_the_same_numbers(layout: str, task: Path, tmp_path: Path, colocated: list[dict[str, float]]) -> None:
-    """And critic and actor learn at the same time, which the timeline shows."""
+def test_layouts_give_the_same_numbers(layout: str, task: Path, tmp_path: Path, colocated: list[dict[str, float]]) -> None:
+    """Critic and actor learn at the same time, as the timeline shows."""
     slow = loss_that(tmp_path, "time.sleep(0.3)")
     run_dir = tmp_path / "run"
     assert_same(run_ppo(task, run_dir, *ALL_ROLES, slow, "trainer.backend=ray", *LAYOUTS[layout]), colocated)
@@ -82,9 +82,9 @@ def test_a_layout_gives_the_same_numbers(layout: str, task: Path, tmp_path: Path
     assert survivors(str(run_dir)) == []
 
 
-def test_on_one_pool_nothing_is_at_the_same_time(task: Path, tmp_path: Path, colocated: list[dict[str, float]]) -> None:
-    """The timeline of each step, in a file that is cut back with the others when a run goes on from a checkpoint. Another layout
-    may go on from it."""
+def test_phases_on_one_pool_do_not_overlap(task: Path, tmp_path: Path, colocated: list[dict[str, float]]) -> None:
+    """The timeline of each step is truncated like other files when a run resumes from a checkpoint, also in another
+    layout."""
     run_dir = tmp_path / "run"
     words = (*ALL_ROLES, loss_that(tmp_path, "pass"), "trainer.save_freq=1")
     of_saves = {"timing_s/save_checkpoint", "perf/checkpoint_write_s", "perf/checkpoint_gb", "perf/checkpoint_gb_per_s"}
@@ -100,8 +100,8 @@ def test_on_one_pool_nothing_is_at_the_same_time(task: Path, tmp_path: Path, col
 
 
 @pytest.mark.soak
-def test_uneven_pools_and_a_resume_in_another_layout(task: Path, tmp_path: Path, colocated: list[dict[str, float]]) -> None:
-    """The actor on two slots, critic and engine on one each; from its checkpoint on in the same way, to the bit, and in one
+def test_uneven_pools_resume_bitwise_and_in_another_layout(task: Path, tmp_path: Path, colocated: list[dict[str, float]]) -> None:
+    """The actor on two slots, critic and engine on one each; resumed with the same layout (bitwise identical), and in one
     process."""
     run_dir, words = tmp_path / "run", (*ALL_ROLES, loss_that(tmp_path, "pass"))
     uneven = ("trainer.backend=ray", *UNEVEN, "trainer.save_freq=1")
@@ -114,7 +114,7 @@ def test_uneven_pools_and_a_resume_in_another_layout(task: Path, tmp_path: Path,
 
 
 @pytest.mark.soak
-def test_a_pool_that_fails_ends_the_others(task: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_failure_of_one_pool_ends_the_others(task: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The actor's loss fails while the critic has thousands of updates before it."""
     fault = loss_that(tmp_path, "raise RuntimeError('broken loss')")
     words = ("trainer.backend=ray", *LAYOUTS["colocate_pairs"], "critic.ppo_epochs=5000")
@@ -124,8 +124,8 @@ def test_a_pool_that_fails_ends_the_others(task: Path, tmp_path: Path, capsys: p
 
 
 @pytest.mark.parametrize("estimator", ["gae", pytest.param("remax", marks=pytest.mark.soak)])
-def test_reward_models_score_while_the_others_look(task: Path, tmp_path: Path, estimator: str) -> None:
-    """Unless answers are chosen by their scores. What is kept of a step's answers is what it is on one pool."""
+def test_reward_models_score_concurrently_with_log_probs(task: Path, tmp_path: Path, estimator: str) -> None:
+    """Unless responses are selected by their scores. The dump of a step equals that on one pool."""
     make_reward_model(tmp_path / "reward", seed=1)
     words = (
         *ALL_ROLES, f"algorithm.adv_estimator={estimator}", f"reward.models.a={{path: {tmp_path}/reward}}",
@@ -141,4 +141,4 @@ def test_reward_models_score_while_the_others_look(task: Path, tmp_path: Path, e
     assert spans["reward_model"][0] == spans["values"][0] == ["critic"] and spans["old_log_prob"][0] == ["actor"]
     early = spans["old_log_prob"][1] < spans["reward_model"][2]
     assert early == (estimator == "gae")
-    assert spans["values"][1] >= spans["reward_model"][2], "one after the other, in the same pool"
+    assert spans["values"][1] >= spans["reward_model"][2], "in sequence, in the same pool"

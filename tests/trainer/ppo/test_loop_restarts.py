@@ -1,4 +1,4 @@
-"""A worker fails, and the run starts again by itself: in one process, on the loop of PPO."""
+"""A worker fails, and the run restarts by itself: in one process, on the PPO loop."""
 
 import re
 from contextlib import nullcontext
@@ -19,7 +19,7 @@ from workers.controller.group import PhaseTimeout, WorkerError
 from workers.plan import Limits
 
 FOUR = ("trainer.total_training_steps=4", "trainer.checkpoint.async_save=false")
-"""Waits for each checkpoint: one that is still being written when a step fails is given up, and the run resumes from another."""
+"""Waits for each checkpoint: one that is still being written when a step fails is discarded, and the run resumes from another."""
 
 
 @pytest.fixture(scope="module")
@@ -34,10 +34,10 @@ def whole(task: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str
 
 
 @pytest.mark.parametrize(("save_freq", "start"), [(2, "step 2"), (-1, "the beginning")])
-def test_it_continues_from_the_last_checkpoint(
+def test_restarted_run_resumes_from_the_last_checkpoint(
     task: Path, whole: list[dict[str, float]], tmp_path: Path, save_freq: int, start: str
 ) -> None:
-    """The event is there, and in the report, also where the run began anew; steps come once, and are the same."""
+    """The event is recorded and in the report, also if the run restarts from the beginning; metrics have each step once."""
     loss = loss_that(tmp_path, "if n == 3: raise RuntimeError('a <b>bolt</b> fell off')")
     steps = run_ppo(task, tmp_path / "run", *FOUR, loss, f"trainer.save_freq={save_freq}", "trainer.max_restarts=1")
     assert repeatable(steps) == whole
@@ -47,8 +47,8 @@ def test_it_continues_from_the_last_checkpoint(
     assert "fell off; it resumes from" in (tmp_path / "run" / "report.html").read_text()
 
 
-def test_a_run_that_gets_no_further_gives_up(task: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """A bug in the user's code is met at the same step each time: two restarts in vain, whatever may come is allowed."""
+def test_run_without_progress_gives_up(task: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """A bug in the user's code fails at the same step each time: two restarts without progress, whatever max_restarts allows."""
     loss = loss_that(tmp_path, "assert n < 3, 'too far'")
     arguments = (*FOUR, loss, "trainer.save_freq=2", "trainer.max_restarts=9")
     assert main_ppo.PROGRAM(ppo_arguments(task, tmp_path / "run", *arguments)) == 1
@@ -60,8 +60,8 @@ def test_a_run_that_gets_no_further_gives_up(task: Path, tmp_path: Path, capfd: 
     assert [step["training/global_step"] for step in metrics_of(tmp_path / "run")] == [1, 2]
 
 
-def test_restarts_that_get_further_are_counted(task: Path, whole: list[dict[str, float]], tmp_path: Path) -> None:
-    """Steps 2, 3 and 4 fail once each; with one restart less that is the end."""
+def test_restarts_with_progress_are_limited_by_max_restarts(task: Path, whole: list[dict[str, float]], tmp_path: Path) -> None:
+    """Steps 2, 3 and 4 fail once each; with one restart less the run ends."""
     fault = "if n in (2, 4, 6): raise RuntimeError('again')"
     saved = (*FOUR, "trainer.save_freq=1")
     steps = run_ppo(task, tmp_path / "run", *saved, loss_that(tmp_path / "loss", fault), "trainer.max_restarts=3")
@@ -73,19 +73,19 @@ def test_restarts_that_get_further_are_counted(task: Path, whole: list[dict[str,
 
 
 @pytest.mark.parametrize("error", ["ValueError", "FileNotFoundError"])
-def test_what_the_user_can_fix_is_not_tried_again(task: Path, tmp_path: Path, error: str) -> None:
+def test_user_error_is_not_retried(task: Path, tmp_path: Path, error: str) -> None:
     loss = loss_that(tmp_path, f"raise {error}('no')")
     assert main_ppo.PROGRAM(ppo_arguments(task, tmp_path / "run", loss, "trainer.max_restarts=9")) == 1
     assert events_of(tmp_path / "run") == [] and len((tmp_path / "losses").read_text()) == 1
 
 
-def test_none_by_default(task: Path, tmp_path: Path) -> None:
+def test_default_run_does_not_restart(task: Path, tmp_path: Path) -> None:
     loss = loss_that(tmp_path, "raise RuntimeError('no')")
     assert main_ppo.PROGRAM(ppo_arguments(task, tmp_path / "run", loss)) == 1
     assert events_of(tmp_path / "run") == [] and len((tmp_path / "losses").read_text()) == 1
 
 
-def test_a_run_that_was_asked_to_stop_does_not_start_again(task: Path, tmp_path: Path) -> None:
+def test_stopped_run_does_not_restart(task: Path, tmp_path: Path) -> None:
     reward = reward_that(tmp_path, "n == 40 and os.kill(os.getpid(), signal.SIGTERM)")
     loss = loss_that(tmp_path, "if n == 2: raise RuntimeError('no')")
     arguments = (*FOUR, reward, loss, "trainer.max_restarts=9", "trainer.save_freq=1")
@@ -94,8 +94,8 @@ def test_a_run_that_was_asked_to_stop_does_not_start_again(task: Path, tmp_path:
     assert events_of(tmp_path / "run") == []
 
 
-def test_an_old_run_in_the_directory_is_no_checkpoint_of_a_new_one(task: Path, tmp_path: Path) -> None:
-    """With resume_mode=disable: before it has begun a new run starts anew, then it resumes from its own checkpoints."""
+def test_restart_does_not_resume_an_earlier_run_in_the_directory(task: Path, tmp_path: Path) -> None:
+    """With resume_mode=disable: before its first step the run restarts from the beginning, then from its own checkpoints."""
     run_ppo(task, tmp_path, "trainer.save_freq=1", "trainer.total_training_steps=1")
     lifecycle = RunLifecycle(
         compose("ppo_trainer", PPOConfig, ["trainer.max_restarts=2", "trainer.resume_mode=disable"]).trainer, tmp_path
@@ -108,8 +108,8 @@ def test_an_old_run_in_the_directory_is_no_checkpoint_of_a_new_one(task: Path, t
 
 
 @pytest.mark.parametrize("error", [ray.exceptions.RaySystemError("a node left"), PhaseTimeout("a node left", [1], 3.0)])
-def test_a_lost_node_and_a_late_phase_are_reasons_to_start_again(tmp_path: Path, error: Exception) -> None:
-    """With a node goes the store or the scheduler, and Ray itself complains: no rank is to blame."""
+def test_lost_node_and_exceeded_limit_restart_the_run(tmp_path: Path, error: Exception) -> None:
+    """A lost node takes the object store or the scheduler with it; the error is Ray's own, without a rank."""
     lifecycle = RunLifecycle(compose("ppo_trainer", PPOConfig, ["trainer.max_restarts=1"]).trainer, tmp_path)
     (tmp_path / "metrics.jsonl").write_text("")
     outcomes: list[Exception | None] = [error, None]
@@ -123,7 +123,7 @@ def test_a_lost_node_and_a_late_phase_are_reasons_to_start_again(tmp_path: Path,
     assert kind == "restart" and lifecycle.restarted
     assert "a node left" in text and text.endswith("; it resumes from the beginning")
     with pytest.raises(KeyError):
-        outcomes.append(KeyError("ours"))
+        outcomes.append(KeyError("key"))
         run_with_restarts(lifecycle, attempt)
     assert len(events_of(tmp_path)) == 1
 
@@ -131,16 +131,16 @@ def test_a_lost_node_and_a_late_phase_are_reasons_to_start_again(tmp_path: Path,
 OUT_OF_MEMORY = WorkerError(3, "update of actor", "OutOfMemory: CUDA out of memory. Tried to allocate 2.00 GiB")
 
 
-def life_at(step: int, run_dir: Path, *overrides: str) -> RunLifecycle:
-    """Of a run that has got so far."""
+def lifecycle_at(step: int, run_dir: Path, *overrides: str) -> RunLifecycle:
+    """The lifecycle of a run that completed ``step`` steps."""
     lifecycle = RunLifecycle(compose("ppo_trainer", PPOConfig, [*overrides]).trainer, run_dir)
     lifecycle.started, lifecycle.stopping.furthest = True, step
     return lifecycle
 
 
-def test_out_of_memory_does_not_throw_away_what_no_checkpoint_holds(tmp_path: Path) -> None:
-    """By default nothing is saved, and nothing restarts: a run of 900 steps stops, and says what to change."""
-    lifecycle = life_at(900, tmp_path)
+def test_out_of_memory_without_a_checkpoint_ends_the_run_instead_of_repeating_it(tmp_path: Path) -> None:
+    """By default nothing is saved and nothing restarts: a run of 900 steps stops and reports what to change."""
+    lifecycle = lifecycle_at(900, tmp_path)
     lifecycle.budget("actor").halve(Limits(max_tokens=512), [(2, 512)], 256, "no memory")
     with pytest.raises(ValueError) as stopped:
         lifecycle.handle_failure(OUT_OF_MEMORY)
@@ -160,22 +160,22 @@ def test_out_of_memory_does_not_throw_away_what_no_checkpoint_holds(tmp_path: Pa
 @pytest.mark.parametrize(
     ("step", "saved", "overrides", "restarts"),
     [
-        (2, None, (), True),  # the first steps are no loss
+        (2, None, (), True),  # the first steps may be repeated
         (3, None, (), False),
-        (3, None, ("trainer.save_freq=50",), True),  # so many the user offered
-        (51, None, ("trainer.save_freq=50",), False),  # nothing could be saved so far
+        (3, None, ("trainer.save_freq=50",), True),  # save_freq allows to repeat that many steps
+        (51, None, ("trainer.save_freq=50",), False),  # no checkpoint exists after save_freq steps
         (3, 1, (), True),
-        (4, 1, (), False),  # of an earlier start: this one saves nothing
-        (40, 1, ("trainer.save_freq=50",), True),  # so many the user offered
-        (900, None, ("trainer.max_restarts=1",), True),  # as after any other fall
+        (4, 1, (), False),  # a checkpoint of an earlier start: this one saves nothing
+        (40, 1, ("trainer.save_freq=50",), True),  # save_freq allows to repeat that many steps
+        (900, None, ("trainer.max_restarts=1",), True),  # as after any other failure
     ],
 )
-def test_how_much_a_restart_for_want_of_memory_may_repeat(
+def test_restart_after_out_of_memory_repeats_a_limited_number_of_steps(
     task: Path, tmp_path: Path, step: int, saved: int | None, overrides: tuple[str, ...], restarts: bool
 ) -> None:
     if saved is not None:
         run_ppo(task, tmp_path, f"trainer.total_training_steps={saved}", "trainer.save_freq=1")
-    lifecycle = life_at(step, tmp_path, *overrides)
+    lifecycle = lifecycle_at(step, tmp_path, *overrides)
     with nullcontext() if restarts else pytest.raises(ValueError, match=f"in step {step + 1}, .* would repeat "):
         lifecycle.handle_failure(OUT_OF_MEMORY)
     assert lifecycle.restarted == restarts
@@ -183,7 +183,7 @@ def test_how_much_a_restart_for_want_of_memory_may_repeat(
     assert kept is None or kept.step == saved
 
 
-def test_a_supervised_run_that_saves_after_each_epoch_has_offered_an_epoch(task: Path, tmp_path: Path) -> None:
+def test_supervised_run_that_saves_after_each_epoch_may_repeat_an_epoch(task: Path, tmp_path: Path) -> None:
     run_ppo(task, tmp_path, "trainer.total_training_steps=1", "trainer.save_freq=1")
     lifecycle = RunLifecycle(compose("sft_trainer", SFTConfig, ["trainer.save_freq=after_each_epoch"]).trainer, tmp_path)
     lifecycle.started, lifecycle.stopping.furthest = True, 40

@@ -1,4 +1,4 @@
-"""Whole runs with reward models: what each gives is what transformers gives, and their sum is that by hand."""
+"""Complete runs with reward models: their scores equal those of transformers, and the weighted sum equals the expected one."""
 
 import json
 from pathlib import Path
@@ -29,7 +29,7 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def batches(run_dir: Path) -> list[Batch]:
-    """Of all steps, as they were dumped."""
+    """The dumped batches of all steps."""
     files = sorted((run_dir / "rollouts").glob("*.safetensors"))
     return [load_batch(file)[0] for file in files]
 
@@ -43,12 +43,12 @@ def texts(run_dir: Path, step: int) -> list[dict[str, str]]:
     return rows
 
 
-def told(batch: Batch, name: str) -> Tensor:
+def reported(batch: Batch, name: str) -> Tensor:
     return torch.tensor([extra[name] for extra in batch.objects["reward_extra"]], dtype=torch.float64)
 
 
-def in_its_words(path: str, run_dir: Path, step: int) -> list[Tensor]:
-    """The conversations as the other model's template has them; one that was cut does not end."""
+def tokens_in_its_template(path: str, run_dir: Path, step: int) -> list[Tensor]:
+    """Token ids of the conversations in the other model's template; a truncated one does not end."""
     tokenizer, rows = tokenizer_of(path), []
     for row in texts(run_dir, step):
         end = "<eos>" if row["finish_reason"] == "stop" else ""
@@ -68,7 +68,7 @@ WORKERS = {
 @pytest.mark.parametrize(
     "workers", [name if "Ray" not in name else pytest.param(name, marks=pytest.mark.soak) for name in WORKERS]
 )
-def test_two_models_and_a_rule_by_weight_are_the_sum_by_hand(task: Path, tmp_path: Path, workers: str) -> None:
+def test_reward_is_the_weighted_sum_of_two_models_and_a_rule(task: Path, tmp_path: Path, workers: str) -> None:
     models = (
         f"reward.models.same={{path: {task}/same, weight: 0.5, normalize: stored, clip: [-1, 1]}}",
         f"reward.models.other={{path: {task}/other, weight: -2, normalize: running}}",
@@ -79,13 +79,15 @@ def test_two_models_and_a_rule_by_weight_are_the_sum_by_hand(task: Path, tmp_pat
     for number, (batch, metrics) in enumerate(zip(batches(tmp_path), steps[1:], strict=True), start=1):
         finished = batch.rows["finished"].bool()
         assert len(batch) == 32 and finished.any() and not finished.all()
-        same, other = told(batch, "same"), told(batch, "other")
+        same, other = reported(batch, "same"), reported(batch, "other")
         assert (same - plain_scores(f"{task}/same", batch.split_rows("input_ids"))).abs().max() < TOLERANCE
-        assert (other - plain_scores(f"{task}/other", in_its_words(f"{task}/other", tmp_path, number))).abs().max() < TOLERANCE
+        assert (
+            other - plain_scores(f"{task}/other", tokens_in_its_template(f"{task}/other", tmp_path, number))
+        ).abs().max() < TOLERANCE
         seen = torch.cat([seen, other])
         clipped = ((same - MEAN) / STD).clamp(-1, 1)
         assert (clipped.abs() == 1).any() and (clipped.abs() < 1).any()
-        by_hand = 0.25 * told(batch, "acc") + 0.5 * clipped - 2 * (other - seen.mean()) / seen.std(correction=0)
+        by_hand = 0.25 * reported(batch, "acc") + 0.5 * clipped - 2 * (other - seen.mean()) / seen.std(correction=0)
         assert (batch.rows["score"] - by_hand).abs().max() < TOLERANCE
         assert torch.equal(batch.tokens["token_level_scores"][batch.offsets[1:] - 1], batch.rows["score"])
         assert metrics["reward/same/mean"] == pytest.approx(float(same.mean()), abs=TOLERANCE)
@@ -97,8 +99,8 @@ def test_two_models_and_a_rule_by_weight_are_the_sum_by_hand(task: Path, tmp_pat
     assert all(title in report for title in ("Scorer alone", "Reward models", "Reward models, held-out"))
 
 
-def test_resumed_to_the_bit(task: Path, tmp_path: Path) -> None:
-    """Running moments of a model, a critic, greedy answers that the moments do not see, and groups that are filtered."""
+def test_run_with_reward_models_resumes_bitwise(task: Path, tmp_path: Path) -> None:
+    """Running moments of a model, a critic, greedy responses that the moments exclude, and filtered groups."""
     words = (
         f"reward.models.a={{path: {task}/same, normalize: running}}", "reward.weight=0", "trainer.save_freq=1",
         "algorithm.filter_groups.enable=true", "algorithm.filter_groups.metric=acc", "data.gen_batch_size=4",
@@ -107,27 +109,27 @@ def test_resumed_to_the_bit(task: Path, tmp_path: Path) -> None:
     whole = run_ppo(task, tmp_path / "whole", *words)
     run_ppo(task, tmp_path / "broken", *words, "trainer.total_training_steps=1")
     assert repeatable(run_ppo(task, tmp_path / "broken", *words)) == repeatable(whole)
-    assert whole[0]["training/filter_groups/rounds"] > 1, "the engine gets its weights again after each round"
+    assert whole[0]["training/filter_groups/rounds"] > 1, "a step must have several rounds, with a weight sync after each"
 
 
-def test_greedy_answers_are_scored_and_never_seen(task: Path, tmp_path: Path) -> None:
+def test_greedy_responses_are_scored_and_excluded_from_the_moments(task: Path, tmp_path: Path) -> None:
     model = f"reward.models.a={{path: {task}/same, normalize: running}}"
     run(task, tmp_path, model, "algorithm.adv_estimator=remax", "reward.weight=0")
-    raw = [told(batch, "a") for batch in batches(tmp_path)]
+    raw = [reported(batch, "a") for batch in batches(tmp_path)]
     seen = torch.cat(raw)
     last = batches(tmp_path)[-1]
     assert (last.rows["score"] - (raw[-1] - seen.mean()) / seen.std(correction=0)).abs().max() < TOLERANCE
     assert last.rows["baseline"].unique().numel() > 1
 
 
-def test_estimators_that_take_rewards_apart_find_models_by_name(task: Path, tmp_path: Path) -> None:
+def test_estimators_of_separate_rewards_find_models_by_name(task: Path, tmp_path: Path) -> None:
     gdpo = ("algorithm.adv_estimator=gdpo", "algorithm.gdpo_reward_keys=[acc,same]", "algorithm.gdpo_reward_weights=[0,1]")
     run(task, tmp_path, f"reward.models.same.path={task}/same", *gdpo, "trainer.total_training_steps=1")
     with pytest.raises(ValueError, match="the reward function reports no other for a response; it reports acc, same"):
         named_rewards(batches(tmp_path)[0].objects["reward_extra"], ["other"])
 
 
-def test_a_step_is_replayed_with_its_moments(task: Path, tmp_path: Path) -> None:
+def test_replay_uses_the_moments_of_the_step(task: Path, tmp_path: Path) -> None:
     words = (f"reward.models.a={{path: {task}/same, normalize: running}}", "reward.weight=0.5", "trainer.save_freq=1")
     run(task, tmp_path, *words)
     for mode in ("rollout", "train"):
@@ -136,7 +138,7 @@ def test_a_step_is_replayed_with_its_moments(task: Path, tmp_path: Path) -> None
         assert main_ppo.PROGRAM(ppo_arguments(task, tmp_path, *words, *again, path)) == 0
 
 
-def test_a_measured_rule_decides_nothing(task: Path, tmp_path: Path) -> None:
+def test_rule_of_weight_zero_is_measured_and_changes_nothing(task: Path, tmp_path: Path) -> None:
     (task / "more.py").write_text("def compute_score(**answer): return {'score': 100.0, 'acc': 0.5, 'length': 3}")
     measured = (f"reward.models.a.path={task}/same", "reward.weight=0")
     own = run(task, tmp_path / "own", *measured)
@@ -151,7 +153,7 @@ def test_a_measured_rule_decides_nothing(task: Path, tmp_path: Path) -> None:
     assert [step["reward/acc/mean"] for step in other] == [0.5, 0.5] and "reward/acc/mean" not in without[0]
 
 
-def test_without_rules_the_data_are_prompts_alone(task: Path, tmp_path: Path) -> None:
+def test_run_without_rules_needs_only_prompts(task: Path, tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": f"{i:06d}="}) + "\n" for i in range(16)))
     data = (f"data.train_files={prompts}", f"data.val_files={prompts}", "trainer.test_freq=1")
@@ -164,12 +166,12 @@ def test_without_rules_the_data_are_prompts_alone(task: Path, tmp_path: Path) ->
         for row in texts(tmp_path / "run", 1)
         for ends in ([1] if row["finish_reason"] == "stop" else [],)
     ]
-    assert (told(first, "reward_model") - plain_scores(f"{task}/other", plain)).abs().max() < TOLERANCE
-    assert torch.equal(first.rows["score"].double(), told(first, "reward_model").float().double())
+    assert (reported(first, "reward_model") - plain_scores(f"{task}/other", plain)).abs().max() < TOLERANCE
+    assert torch.equal(first.rows["score"].double(), reported(first, "reward_model").float().double())
     assert steps[-1]["val/accuracy"] == steps[-1]["val-core/prompts/reward/mean@1"]
 
 
-def test_longer_conversations_fail_and_are_counted_or_are_cut_and_are_counted(task: Path, tmp_path: Path) -> None:
+def test_too_long_conversations_fail_or_are_truncated_and_are_counted(task: Path, tmp_path: Path) -> None:
     """A prompt has 7 tokens."""
     model = (f"reward.models.a={{path: {task}/same, max_length: 12}}", "trainer.total_training_steps=1")
     refused = run(task, tmp_path / "refused", *model)[0]
@@ -180,10 +182,10 @@ def test_longer_conversations_fail_and_are_counted_or_are_cut_and_are_counted(ta
     assert refused["reward/failed"] == longer.sum() > 0 and int(kept.lengths.max()) <= 12 and len(kept) == (~longer).sum()
     assert cut["reward/failed"] == 0 and cut["reward/a_cut/mean"] == float(longer.double().mean())
     plain = plain_scores(f"{task}/same", [row[-12:] for row in whole.split_rows("input_ids")])
-    assert (told(whole, "a") - plain).abs().max() < TOLERANCE
+    assert (reported(whole, "a") - plain).abs().max() < TOLERANCE
 
 
-def test_each_token_may_have_a_reward_of_its_own(task: Path, tmp_path: Path) -> None:
+def test_token_rewards_are_added_per_token(task: Path, tmp_path: Path) -> None:
     models = (
         f"reward.models.steps={{path: {task}/tokens, weight: 0.5, kind: token, clip: [-0.2, 0.2]}}",
         f"reward.models.whole.path={task}/same",
@@ -192,9 +194,9 @@ def test_each_token_may_have_a_reward_of_its_own(task: Path, tmp_path: Path) -> 
     for batch in batches(tmp_path):
         rows, masks = batch.split_rows("input_ids"), batch.split_rows("response_mask")
         plain = [scores * mask for scores, mask in zip(plain_token_scores(f"{task}/tokens", rows), masks, strict=True)]
-        assert (told(batch, "steps") - torch.stack([scores.sum() for scores in plain])).abs().max() < TOLERANCE
+        assert (reported(batch, "steps") - torch.stack([scores.sum() for scores in plain])).abs().max() < TOLERANCE
         found = batch.split_rows("token_level_scores")
-        rest = told(batch, "acc") + told(batch, "whole")
+        rest = reported(batch, "acc") + reported(batch, "whole")
         for scores, given, of_whole in zip(plain, found, rest, strict=True):
             by_hand = 0.5 * scores.clamp(-0.2, 0.2).double()
             by_hand[-1] += of_whole
@@ -209,7 +211,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_is_no_reward_model_is_reported_in_one_line(
+def test_invalid_reward_model_is_a_one_line_error(
     task: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
     fields, line = REFUSED[name]

@@ -1,4 +1,4 @@
-"""Whole runs with what keeps them stable."""
+"""Complete runs with the options that keep a run stable."""
 
 from pathlib import Path
 
@@ -30,7 +30,9 @@ def ptx(task: Path) -> tuple[str, ...]:
     return (f"data.ptx_files={task}/sft.parquet", "data.ptx_max_length=32", f"{ACTOR}.ptx_coef=0.5", f"{ACTOR}.ptx_ratio=0.5")
 
 
-def test_texts_enter_the_gradient_and_not_the_policys_metrics(task: Path, tmp_path: Path, plain: list[dict[str, float]]) -> None:
+def test_texts_change_the_gradient_and_not_the_metrics_of_the_policy(
+    task: Path, tmp_path: Path, plain: list[dict[str, float]]
+) -> None:
     steps = run_ppo(task, tmp_path, *ptx(task), "trainer.total_training_steps=3")
     first, other = repeatable(steps)[0], repeatable(plain)[0]
     assert first.pop("actor/ptx_loss") > 1 and first["actor/grad_norm"] > 1.5 * other["actor/grad_norm"]
@@ -39,12 +41,12 @@ def test_texts_enter_the_gradient_and_not_the_policys_metrics(task: Path, tmp_pa
         {name: value for name, value in other.items() if name not in changed}, rel=1e-5, abs=1e-7
     )
     losses = [step["actor/ptx_loss"] for step in steps]
-    assert losses[2] < losses[1] < losses[0], "the texts are learnt"
+    assert losses[2] < losses[1] < losses[0], "the loss of the texts falls"
 
 
 @pytest.mark.filterwarnings(r"ignore:::megatron\.")
 @pytest.mark.filterwarnings(r"ignore:`torch\.distributed:FutureWarning")
-def test_texts_enter_on_megatron_as_on_fsdp(task: Path, tmp_path: Path) -> None:
+def test_texts_give_equal_steps_on_megatron_and_fsdp(task: Path, tmp_path: Path) -> None:
     steps = [
         run_ppo(task, tmp_path / strategy, *ptx(task), *ONE_STEP, f"{ACTOR}.strategy={strategy}")[0]
         for strategy in ("fsdp", "megatron")
@@ -53,7 +55,7 @@ def test_texts_enter_on_megatron_as_on_fsdp(task: Path, tmp_path: Path) -> None:
         assert steps[1][name] == pytest.approx(steps[0][name], rel=1e-5)
 
 
-def test_the_place_in_the_texts_and_the_average_resume_bitwise(task: Path, tmp_path: Path) -> None:
+def test_text_position_and_weight_average_resume_bitwise(task: Path, tmp_path: Path) -> None:
     overrides = (*ptx(task), *EMA, f"{ACTOR}.ppo_mini_batch_size=4", "trainer.save_freq=2", "trainer.total_training_steps=4")
     whole = run_ppo(task, tmp_path / "whole", *overrides)
     run_ppo(task, tmp_path / "broken", *overrides, "trainer.total_training_steps=2")
@@ -63,7 +65,7 @@ def test_the_place_in_the_texts_and_the_average_resume_bitwise(task: Path, tmp_p
     assert any(name.startswith("optimizer.ema.") for name in one)
 
 
-def test_the_average_is_exported_as_a_model(task: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_weight_average_is_exported_as_a_model(task: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     run_ppo(task, tmp_path / "run", *EMA, "trainer.save_freq=1")
 
     def weights(step: int, which: str) -> dict[str, torch.Tensor]:
@@ -86,7 +88,7 @@ def test_the_average_is_exported_as_a_model(task: Path, tmp_path: Path, capfd: p
 
 
 @pytest.mark.soak
-def test_two_workers_learn_from_the_same_texts_to_the_same_average(task: Path, tmp_path: Path) -> None:
+def test_two_workers_have_the_texts_and_the_weight_average_of_one(task: Path, tmp_path: Path) -> None:
     overrides = (*ptx(task), *EMA, "trainer.save_freq=2")
     two = ("trainer.backend=ray", "trainer.n_gpus_per_node=2")
     runs = {name: run_ppo(task, tmp_path / name, *overrides, *more) for name, more in (("one", ()), ("two", two))}
@@ -100,17 +102,15 @@ def test_two_workers_learn_from_the_same_texts_to_the_same_average(task: Path, t
         torch.testing.assert_close(averages[1][name], weight, atol=1e-5, rtol=1e-4)
 
 
-def test_a_step_with_texts_is_replayed_bitwise(task: Path, tmp_path: Path) -> None:
+def test_step_with_texts_is_replayed_bitwise(task: Path, tmp_path: Path) -> None:
     overrides = (*ptx(task), "trainer.save_freq=1", f"trainer.rollout_data_dir={tmp_path}/rollouts")
     run_ppo(task, tmp_path / "run", *overrides)
     asked = ("trainer.replay.mode=train", f"trainer.replay.path={tmp_path}/rollouts/step_2.safetensors")
     assert main_ppo.PROGRAM(ppo_arguments(task, tmp_path / "run", *overrides, *asked)) == 0
 
 
-def test_the_critic_begins_as_the_reward_model_that_is_named(
-    task: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """A classifier of sequences has score.weight, which is the critic's head; an actor has none, and values of 0."""
+def test_critic_starts_from_the_configured_reward_model(task: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """A sequence classifier has score.weight, which becomes the critic's head; an actor has none, so all values are 0."""
     torch.manual_seed(3)
     model = AutoModelForSequenceClassification.from_pretrained(task / "base", num_labels=1)
     model.config.pad_token_id = 0
@@ -127,7 +127,7 @@ def test_the_critic_begins_as_the_reward_model_that_is_named(
     assert step["critic/values/min"] == step["critic/values/max"] == 0.0
 
 
-def test_advantages_are_whitened_over_the_step(task: Path, tmp_path: Path, plain: list[dict[str, float]]) -> None:
+def test_advantages_are_whitened_over_the_batch_or_the_group(task: Path, tmp_path: Path, plain: list[dict[str, float]]) -> None:
     raw = "algorithm.adv_estimator=reinforce"
     step = run_ppo(task, tmp_path / "batch", raw, "algorithm.whiten_advantages=batch", *ONE_STEP)[0]
     assert step["critic/advantages/mean"] == pytest.approx(0.0, abs=1e-5)
@@ -138,16 +138,16 @@ def test_advantages_are_whitened_over_the_step(task: Path, tmp_path: Path, plain
     assert group["critic/advantages/max"] != step["critic/advantages/max"]
 
 
-def test_the_clamp_of_the_kl_reaches_the_reward_and_is_reported(task: Path, tmp_path: Path) -> None:
+def test_kl_clip_limits_the_reward_penalty_and_is_reported(task: Path, tmp_path: Path) -> None:
     kl = ("algorithm.use_kl_in_reward=true", "algorithm.kl_ctrl.kl_coef=1.0")
     whole, tight = (run_ppo(task, tmp_path / str(clip), *kl, f"algorithm.kl_clip={clip}")[1] for clip in (1e3, 1e-6))
     assert whole["actor/reward_kl_clipfrac"] == 0.0 and tight["actor/reward_kl_clipfrac"] > 0.9
-    assert whole["actor/reward_kl_penalty"] == tight["actor/reward_kl_penalty"], "measured in full"
+    assert whole["actor/reward_kl_penalty"] == tight["actor/reward_kl_penalty"], "the metric is not clipped"
     assert abs(tight["critic/rewards/mean"] - tight["critic/score/mean"]) < 1e-3
     assert abs(whole["critic/rewards/mean"] - whole["critic/score/mean"]) > 1e-5
 
 
-def test_cut_answers_pay(task: Path, tmp_path: Path, plain: list[dict[str, float]]) -> None:
+def test_truncated_responses_get_the_missing_eos_penalty(task: Path, tmp_path: Path, plain: list[dict[str, float]]) -> None:
     step = run_ppo(task, tmp_path, "reward.missing_eos_penalty=2.0", *ONE_STEP)[0]
     paid = step["critic/score/mean"] - step["critic/rewards/mean"]
     assert paid == pytest.approx(2.0 * step["response_length/clip_ratio"]) and paid > 0

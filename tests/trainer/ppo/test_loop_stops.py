@@ -1,4 +1,4 @@
-"""Runs that end before their last step, and go on as if they had not; runs that run out of memory. In one process."""
+"""Runs that end before their last step and resume bitwise; runs that run out of memory. In one process."""
 
 import json
 import os
@@ -19,7 +19,7 @@ from trainer.run.run_dir import EVENTS, TIMELINE, read_lines
 
 PPO = ("algorithm=ppo", "algorithm.use_kl_in_reward=true", "algorithm.kl_ctrl.type=adaptive", "algorithm.kl_ctrl.horizon=100")
 SIX = ("trainer.total_training_steps=6",)
-A_STEP = 32  # answers
+A_STEP = 32  # responses
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +29,7 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def whole(task: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Six steps of PPO that nothing disturbs."""
+    """Six uninterrupted steps of PPO."""
     run_dir = tmp_path_factory.mktemp("whole")
     run_ppo(task, run_dir, *PPO, *SIX, "trainer.save_freq=6")
     return run_dir
@@ -39,8 +39,8 @@ def events_of(run_dir: Path) -> list[tuple[int, str, str]]:
     return [(event["step"], event["kind"], event["text"]) for event in read_lines(run_dir / EVENTS)]
 
 
-def goes_on_as(whole: Path, task: Path, run_dir: Path, *overrides: str) -> bool:
-    """The same command again; to the bit, weights too."""
+def resumes_as(whole: Path, task: Path, run_dir: Path, *overrides: str) -> bool:
+    """Run the same command again; compare metrics and weights bitwise."""
     steps = run_ppo(task, run_dir, *PPO, *SIX, "trainer.save_freq=6", *overrides)
     same = [weights_of(path, role, 6) for role in ("actor", "critic") for path in (whole, run_dir)]
     return repeatable(steps) == repeatable(metrics_of(whole)) and all(
@@ -50,7 +50,7 @@ def goes_on_as(whole: Path, task: Path, run_dir: Path, *overrides: str) -> bool:
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGUSR1, 138)])
-def test_a_signal_waits_for_the_steps_end_and_loses_nothing(
+def test_signal_waits_for_the_end_of_the_step_and_loses_nothing(
     task: Path, whole: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], number: signal.Signals, code: int
 ) -> None:
     before = signal.getsignal(number)
@@ -65,10 +65,10 @@ def test_a_signal_waits_for_the_steps_end_and_loses_nothing(
     where = f"with trainer.resume_mode=auto it resumes from {tmp_path / 'run' / 'global_step_3'}"
     assert message.err.splitlines()[-1] == f"stopped after step 3: {number.name}; {where}"
     assert message.out.splitlines()[-1].startswith("report: ")
-    assert goes_on_as(whole, task, tmp_path / "run", reward)
+    assert resumes_as(whole, task, tmp_path / "run", reward)
 
 
-def test_a_second_sigterm_ends_it_at_once(task: Path, tmp_path: Path) -> None:
+def test_second_sigterm_ends_the_run_at_once(task: Path, tmp_path: Path) -> None:
     before = signal.getsignal(signal.SIGTERM)
     fault = f"n in ({A_STEP + 5}, {A_STEP + 6}) and (os.kill(os.getpid(), signal.SIGTERM), time.sleep(0.1))"
     with pytest.raises(SystemExit) as left:
@@ -81,10 +81,10 @@ def test_a_second_sigterm_ends_it_at_once(task: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("algorithm", [(), ("algorithm.filter_groups.enable=true", "data.gen_batch_size=4")])
-def test_a_step_whose_rewards_hang_is_left_and_done_again(
+def test_step_with_hanging_rewards_is_abandoned_and_repeated(
     task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, algorithm: tuple[str, ...]
 ) -> None:
-    """Nothing of it is in the checkpoint: the run goes on to the bit. With filter_groups a round of the step was scored."""
+    """The checkpoint has nothing of that step: the run resumes bitwise. With filter_groups, a round of the step was scored."""
     monkeypatch.setattr("trainer.cluster.watchdog.HURRIED", 0.2)
     run_ppo(task, tmp_path / "whole", *algorithm, "trainer.total_training_steps=3", reward_that(tmp_path / "plain", "pass"))
     n = 2 * A_STEP + 20
@@ -102,7 +102,7 @@ def test_a_step_whose_rewards_hang_is_left_and_done_again(
     assert repeatable(run_ppo(task, tmp_path / "run", *arguments)) == repeatable(metrics_of(tmp_path / "whole"))
 
 
-def test_a_validation_whose_rewards_hang_is_left(task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_validation_with_hanging_rewards_is_abandoned(task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trainer.cluster.watchdog.HURRIED", 0.2)
     reward = reward_that(tmp_path, f"n == {A_STEP + 5} and (os.kill(os.getpid(), signal.SIGTERM), time.sleep(100))")
     assert main_ppo.PROGRAM(ppo_arguments(task, tmp_path / "run", *SIX, reward, "trainer.test_freq=1")) == 143
@@ -111,20 +111,20 @@ def test_a_validation_whose_rewards_hang_is_left(task: Path, tmp_path: Path, mon
     assert [kind for _, kind, _ in events_of(tmp_path / "run")] == ["left", "stop"]
 
 
-def test_a_signal_in_the_last_step_changes_nothing(task: Path, tmp_path: Path) -> None:
+def test_signal_in_the_last_step_changes_nothing(task: Path, tmp_path: Path) -> None:
     reward = reward_that(tmp_path, "n == 5 and os.kill(os.getpid(), signal.SIGTERM)")
     assert len(run_ppo(task, tmp_path / "run", "trainer.total_training_steps=1", reward)) == 1
     assert events_of(tmp_path / "run") == []
 
 
-def test_ctrl_c_ends_it_at_once(task: Path, tmp_path: Path) -> None:
+def test_ctrl_c_ends_the_run_at_once(task: Path, tmp_path: Path) -> None:
     fault = f"n == {A_STEP + 5} and (signal.signal(2, signal.default_int_handler), os.kill(os.getpid(), signal.SIGINT))"
     assert main_ppo.PROGRAM(ppo_arguments(task, tmp_path / "run", *SIX, reward_that(tmp_path, fault))) == 130
     assert len((tmp_path / "rewards").read_text()) == A_STEP + 5 and (tmp_path / "run" / "report.html").exists()
 
 
-def test_it_ends_within_the_walltime(task: Path, whole: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """Each step takes more than a second; there is time for some of them."""
+def test_run_ends_within_the_walltime(task: Path, whole: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Each step takes more than a second; the time suffices for some of them."""
     fault = f"n % {A_STEP} == 0 and time.sleep(1.2)"
     walltime = time.time() - psutil.Process().create_time() + 7.0
     arguments = (*PPO, *SIX, reward_that(tmp_path, fault), f"trainer.walltime={walltime}", "trainer.save_freq=1")
@@ -138,8 +138,8 @@ def test_it_ends_within_the_walltime(task: Path, whole: Path, tmp_path: Path, ca
     assert f"stopped after step {steps}: the longest step (1." in capfd.readouterr().err
 
 
-def test_short_memory_stops_it_with_a_code_of_its_own(task: Path, whole: Path, tmp_path: Path) -> None:
-    """The first step is not begun; a checkpoint of nothing is none."""
+def test_short_host_memory_stops_the_run_with_its_own_exit_code(task: Path, whole: Path, tmp_path: Path) -> None:
+    """The first step does not begin; no checkpoint is saved before it."""
     run = ppo_arguments(task, tmp_path / "run", *PPO, *SIX, "trainer.watch.memory_warn=1", "trainer.watch.memory_stop=1")
     assert main_ppo.PROGRAM(run) == 4
     output = events_of(tmp_path / "run")
@@ -149,7 +149,7 @@ def test_short_memory_stops_it_with_a_code_of_its_own(task: Path, whole: Path, t
     assert output[1][2].endswith("less than trainer.watch.memory_stop=1")
 
 
-def test_a_full_disk_stops_it_after_one_more_checkpoint(task: Path, tmp_path: Path) -> None:
+def test_full_disk_stops_the_run_after_one_more_checkpoint(task: Path, tmp_path: Path) -> None:
     run_ppo(task, tmp_path, "trainer.total_training_steps=1", "trainer.save_freq=1")
     free = int(os.statvfs(tmp_path).f_bavail * os.statvfs(tmp_path).f_frsize / 1e9)
     stopped = ppo_arguments(task, tmp_path, *SIX, f"trainer.watch.disk_stop_gb={free + 1000}")
@@ -159,30 +159,30 @@ def test_a_full_disk_stops_it_after_one_more_checkpoint(task: Path, tmp_path: Pa
 
 
 @pytest.mark.parametrize("cut", ["tokens", "rows"])
-def test_a_step_that_runs_out_of_memory_is_repeated_in_halves(task: Path, tmp_path: Path, cut: str) -> None:
-    """Told once; the halves stay, after a resume too; the step's gradient is the same but for rounding."""
+def test_step_out_of_memory_is_repeated_in_halved_micro_batches(task: Path, tmp_path: Path, cut: str) -> None:
+    """Reported once; the halves stay, after a resume too; the step's gradient is equal up to rounding."""
     size = {"tokens": (), "rows": ("actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=32",)}[cut]
     saved = (*size, "trainer.total_training_steps=4", "trainer.save_freq=2")
     plain = run_ppo(task, tmp_path / "plain", *saved, loss_that(tmp_path / "plain", "pass"))
     loss = loss_that(tmp_path / "short", f"n == 2 and {TOO_MUCH}")
     run_ppo(task, tmp_path / "run", *saved, loss, "trainer.total_training_steps=2")
     calls = tmp_path / "short" / "losses"
-    parts = len(calls.read_text()) - 2  # after the first step, and the one that was too large
-    assert parts == 2 or (parts == 3 and cut == "tokens"), "halves; rows may not fill two bins quite"
+    parts = len(calls.read_text()) - 2  # after the first step, and the micro-batch that was too large
+    assert parts == 2 or (parts == 3 and cut == "tokens"), "halves; rows may not fill two micro-batches completely"
     ((step, kind, text),) = events_of(tmp_path / "run")
     assert (step, kind) == (2, "out of memory") and "can't allocate memory" in text
     assert text.startswith("actor: memory ran out in the update, at micro-batches of up to ")
     steps = run_ppo(task, tmp_path / "run", *saved, loss)
-    assert len(calls.read_text()) == 2 + 3 * parts, "the checkpoint knows of it"
+    assert len(calls.read_text()) == 2 + 3 * parts, "the checkpoint contains the back-off"
     assert [step.get("actor/out_of_memory") for step in steps] == [None, 1.0, None, None]
     assert steps[1]["actor/grad_norm"] == pytest.approx(plain[1]["actor/grad_norm"], rel=1e-5)
     assert steps[1]["actor/grad_norm"] != plain[2]["actor/grad_norm"]
     assert len(events_of(tmp_path / "run")) == 1
 
 
-def test_a_row_that_does_not_fit_alone_is_reported(task: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_single_row_that_does_not_fit_is_reported(task: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     arguments = ("actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4", loss_that(tmp_path, TOO_MUCH))
     assert main_ppo.PROGRAM(ppo_arguments(task, tmp_path / "run", *arguments)) == 2
-    assert len((tmp_path / "losses").read_text()) == 3, "of 4 rows, of 2, of 1"
+    assert len((tmp_path / "losses").read_text()) == 3, "micro-batches of 4, 2 and 1 rows"
     last = capfd.readouterr().err.splitlines()[-1]
     assert last.startswith("error: actor: memory ran out in the update, and micro-batches are as small as can be: one row")

@@ -1,4 +1,4 @@
-"""Two runs at once on one machine, on every engine. Long: scripts/test.sh soak."""
+"""Two concurrent runs on one machine, on every engine. Long: scripts/test.sh soak."""
 
 import subprocess
 import sys
@@ -16,8 +16,8 @@ STEPS = 4
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_two_jobs_at_once_do_not_meet(engine: str, tmp_path: Path) -> None:
-    """Each has a model of its own and an engine of two ranks. With the other's weights its log-probs were not its trainer's."""
+def test_concurrent_jobs_do_not_interfere(engine: str, tmp_path: Path) -> None:
+    """Each has its own model and an engine of two ranks; weights of the other job would show as a mismatch of log-probs."""
     task = make_task(tmp_path / "task")
     jobs = []
     for seed in (1, 2):

@@ -1,4 +1,4 @@
-"""The whole loop with the tokens of each row cut over two ranks."""
+"""The complete loop with the tokens of each row split over two ranks."""
 
 from pathlib import Path
 
@@ -13,9 +13,12 @@ ULYSSES = (
 )  # fmt: skip
 
 
-def test_two_ranks_on_the_same_rows_find_what_one_finds(tmp_path: Path) -> None:
-    """Actor, critic and reference. What they compute together counts once: tokens and FLOPs are those of one."""
-    task, alone = make_task(tmp_path), "actor_rollout_ref.rollout.n=1"  # one rank would share a group's prompt, and do less
+def test_two_sequence_parallel_ranks_give_the_numbers_of_one(tmp_path: Path) -> None:
+    """Actor, critic and reference. Shared work counts once: tokens and FLOPs equal those of one rank."""
+    task, alone = (
+        make_task(tmp_path),
+        "actor_rollout_ref.rollout.n=1",
+    )  # one rank would share the prompt of a group, and compute less
     one, two = (run_ppo(task, tmp_path / name, *PPO, alone, *cut) for name, cut in {"one": (), "two": ULYSSES}.items())
     assert all(one[1][name] for name in ("actor/grad_norm", "critic/grad_norm", "actor/reward_kl_penalty"))
     for mine, expected in zip(repeatable(two), repeatable(one), strict=True):

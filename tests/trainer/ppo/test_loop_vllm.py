@@ -1,4 +1,4 @@
-"""The whole loop, in one process, on vLLM."""
+"""The complete loop, in one process, on vLLM."""
 
 import json
 import shutil
@@ -18,14 +18,14 @@ VLLM = ("rollout=vllm", "actor_rollout_ref.rollout.tensor_model_parallel_size=1"
 
 @pytest.fixture(scope="module")
 def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With heads of 32 numbers: on CPU vLLM has no smaller ones."""
+    """With heads of size 32: vLLM has no smaller ones on CPU."""
     folder = make_task(tmp_path_factory.mktemp("task"))
     shutil.rmtree(folder / "base")
     tiny_model.main([f"--save_dir={folder / 'base'}", "--num_attention_heads=3", "--num_key_value_heads=1"])
     return folder
 
 
-def test_a_run_repeats_bitwise_and_its_first_update_is_on_policy(task: Path, tmp_path: Path) -> None:
+def test_run_repeats_bitwise_and_its_first_update_is_on_policy(task: Path, tmp_path: Path) -> None:
     first, second = (run_ppo(task, tmp_path / name, *VLLM) for name in ("first", "second"))
     assert len(first) == 2 and repeatable(first) == repeatable(second)
     assert first[0]["actor/pg_clipfrac"] == 0.0 and first[0]["actor/ppo_kl"] == pytest.approx(0.0, abs=1e-7)
@@ -36,15 +36,15 @@ def test_a_run_repeats_bitwise_and_its_first_update_is_on_policy(task: Path, tmp
 
 
 @pytest.mark.soak
-def test_awake_all_the_time_it_gives_the_same(task: Path, tmp_path: Path) -> None:
+def test_engine_that_never_sleeps_gives_the_same_run(task: Path, tmp_path: Path) -> None:
     asleep, awake = (
         run_ppo(task, tmp_path / free, *VLLM, f"actor_rollout_ref.rollout.free_cache_engine={free}") for free in ("true", "false")
     )
     assert repeatable(asleep) == repeatable(awake)
 
 
-def test_an_adapter_that_comes_alone(task: Path, tmp_path: Path) -> None:
-    """In each step the engine answers with the adapter of the last update, beside weights that came before the first."""
+def test_every_step_uses_the_adapter_of_the_last_update(task: Path, tmp_path: Path) -> None:
+    """Only the adapter is synced after the first step; the base weights were synced before it."""
     model, rollout = "actor_rollout_ref.model", "actor_rollout_ref.rollout"
     lora = (f"{model}.lora_rank=8", f"{model}.lora_alpha=32", "actor_rollout_ref.actor.optim.lr=1e-2")
     steps = run_ppo(task, tmp_path, *VLLM, *lora, f"{rollout}.lora_sync=adapter", "trainer.total_training_steps=4")
@@ -62,9 +62,9 @@ APART = (
 
 
 @pytest.mark.soak
-def test_on_two_ranks_of_their_own_engines_give_the_same_numbers(task: Path, tmp_path: Path) -> None:
+def test_disaggregated_engines_on_two_ranks_give_the_same_numbers(task: Path, tmp_path: Path) -> None:
     words = (*VLLM, "actor_rollout_ref.rollout.verify_weights=full", "trainer.total_training_steps=3")
-    adjacent, apart = run_ppo(task, tmp_path / "beside", *words), run_ppo(task, tmp_path / "apart", *words, *APART)
+    adjacent, apart = run_ppo(task, tmp_path / "adjacent", *words), run_ppo(task, tmp_path / "apart", *words, *APART)
     assert len(apart) == 3
     for mine, expected in zip(repeatable(apart), repeatable(adjacent), strict=True):
         assert mine.keys() == expected.keys() and mine["training/rollout_log_probs_diff_max"] < 1e-5

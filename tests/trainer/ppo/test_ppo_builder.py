@@ -1,4 +1,4 @@
-"""Before any process starts."""
+"""Checks before any process starts."""
 
 from pathlib import Path
 from typing import Any, NoReturn
@@ -25,7 +25,7 @@ MEGATRON = "actor_rollout_ref.actor.strategy=megatron"
         ([MEGATRON, "critic.model.override_config.hidden_act=gelu"], "critic: "),
     ],
 )
-def test_every_role_is_asked_whether_its_engine_can_hold_its_model(
+def test_model_that_the_engine_of_a_role_cannot_hold_is_refused(
     overrides: list[str], output: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def nothing_starts(*_: Any) -> NoReturn:

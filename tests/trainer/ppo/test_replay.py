@@ -1,4 +1,4 @@
-"""A step again, alone: equal to the bit, and what was changed is named."""
+"""Replay of a single step: bitwise equal if nothing changed; changed inputs are reported."""
 
 import shutil
 from pathlib import Path
@@ -32,7 +32,7 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module", params=["ppo", "filter", LONG])
 def kept(request: pytest.FixtureRequest, task: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """A run of two steps that kept everything."""
+    """A run of two steps that dumped everything."""
     run_dir = tmp_path_factory.mktemp(request.param) / "run"
     overrides = ("trainer.save_freq=1", f"trainer.rollout_data_dir={run_dir / 'rollouts'}", *RUNS[request.param])
     run_ppo(task, run_dir, *overrides)
@@ -50,7 +50,7 @@ def contents(run_dir: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("mode", ["rollout", "train"])
-def test_steps_are_equal_bitwise_and_the_run_stays_as_it_is(
+def test_replayed_steps_are_bitwise_equal_and_the_run_is_unchanged(
     mode: str, kept: Run, task: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run_dir, overrides = kept
@@ -75,12 +75,12 @@ def plain(task: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 @pytest.fixture
 def copied(plain: Run, tmp_path: Path) -> Run:
-    """May be changed. The dumps lie where the configuration does not say: trainer.replay.path says it."""
+    """A copy that tests may change. The dumps are not where the configuration has them: trainer.replay.path names them."""
     shutil.copytree(plain[0], tmp_path / "run")
     return tmp_path / "run", plain[1]
 
 
-def test_a_changed_token_in_the_dump_is_named(copied: Run, task: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_changed_token_in_the_dump_is_reported(copied: Run, task: Path, capfd: pytest.CaptureFixture[str]) -> None:
     run_dir, overrides = copied
     file = run_dir / "rollouts/step_1.safetensors"
     batch, facts = load_batch(file)
@@ -92,13 +92,13 @@ def test_a_changed_token_in_the_dump_is_named(copied: Run, task: Path, capfd: py
     assert again(task, run_dir, overrides, "rollout", 1) == 3
     output = capfd.readouterr().err
     assert f"error: tokens (1 of 32 answers; the first: uid {uid}, sample {sample}, token {position})" in output
-    assert "error: reward/failed: 2 then, 0 now" in output, "what the rounds came to"
+    assert "error: reward/failed: 2 then, 0 now" in output, "the failures of all rounds"
     assert again(task, run_dir, overrides, "train", 1) == 3
     output = capfd.readouterr().err
     assert "error: actor/grad_norm: " in output and "error: critic/score/mean" not in output
 
 
-def test_a_changed_weight_is_found(copied: Run, task: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_changed_weight_is_reported(copied: Run, task: Path, capfd: pytest.CaptureFixture[str]) -> None:
     run_dir, overrides = copied
     file = task / "base/model.safetensors"
     original = file.read_bytes()
@@ -117,7 +117,7 @@ def test_a_changed_weight_is_found(copied: Run, task: Path, capfd: pytest.Captur
         file.write_bytes(original)
 
 
-def test_without_the_weights_of_the_step_before_it_says_what_is_there(
+def test_missing_weights_of_the_previous_step_list_the_checkpoints(
     plain: Run, task: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     run_dir, overrides = plain
@@ -131,7 +131,7 @@ def test_without_the_weights_of_the_step_before_it_says_what_is_there(
 
 
 @pytest.mark.parametrize("kept", ["ppo"], indirect=True)
-def test_a_checkpoint_may_be_named(kept: Run, task: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_checkpoint_elsewhere_is_used_if_named(kept: Run, task: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     run_dir, overrides = kept
     shutil.move(run_dir / "global_step_1", tmp_path / "global_step_1")
     try:
@@ -149,7 +149,7 @@ def test_a_checkpoint_may_be_named(kept: Run, task: Path, tmp_path: Path, capfd:
         ("rollouts/step_1.parquet", "is no dump of a batch"),
     ],
 )
-def test_a_path_that_is_no_dump_is_one_line(
+def test_path_without_a_dump_is_a_one_line_error(
     path: str, output: str, plain: Run, task: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     run_dir, overrides = plain
@@ -159,15 +159,13 @@ def test_a_path_that_is_no_dump_is_one_line(
     assert len(errors) == 1 and output in errors[0]
 
 
-def test_another_configuration_is_refused(plain: Run, task: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_changed_configuration_is_refused(plain: Run, task: Path, capfd: pytest.CaptureFixture[str]) -> None:
     run_dir, overrides = plain
     assert again(task, run_dir, overrides, "train", 1, "actor_rollout_ref.actor.optim.lr=1.0") == 2
     assert "actor_rollout_ref.actor.optim.lr: 0.0003 -> 1.0" in capfd.readouterr().err
 
 
-def test_a_step_that_was_not_logged_has_nothing_to_be_compared_with(
-    copied: Run, task: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_replay_of_a_step_without_logged_metrics_is_refused(copied: Run, task: Path, capfd: pytest.CaptureFixture[str]) -> None:
     run_dir, overrides = copied
     (run_dir / "metrics.jsonl").write_text("")
     assert again(task, run_dir, overrides, "train", 1) == 2

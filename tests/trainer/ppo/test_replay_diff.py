@@ -9,7 +9,7 @@ from workers.batch import Batch
 
 
 def make_batch() -> Batch:
-    """Two prompts, two answers each."""
+    """Two prompts, two responses each."""
     return Batch(
         lengths=torch.tensor([4, 5, 3, 6]),
         tokens={"input_ids": torch.arange(18), "rollout_log_probs": -torch.arange(18.0) / 16},
@@ -22,11 +22,11 @@ def make_batch() -> Batch:
     )
 
 
-def test_equal_answers_have_no_differences_in_any_order() -> None:
+def test_equal_responses_have_no_differences_in_any_order() -> None:
     assert compare_answers(make_batch(), make_batch().select([3, 1, 0, 2]), 0.0) == []
 
 
-def test_a_changed_token_is_named_and_what_follows_it_is_not_compared() -> None:
+def test_changed_token_is_reported_and_later_tokens_are_not_compared() -> None:
     now = make_batch()
     now.tokens["input_ids"][6] = 99
     now.tokens["rollout_log_probs"][6:9] -= 1.0
@@ -34,7 +34,7 @@ def test_a_changed_token_is_named_and_what_follows_it_is_not_compared() -> None:
     assert found == Difference("tokens", "1 of 4 answers; the first: uid 10, sample 1, token 2", 6.0, 99.0, True)
 
 
-def test_an_answer_that_continues_parts_where_the_other_ends() -> None:
+def test_longer_response_differs_where_the_shorter_one_ends() -> None:
     now = make_batch().select([0, 1, 2, 3])
     longer = Batch(
         lengths=torch.tensor([4, 5, 4, 6]),
@@ -45,7 +45,7 @@ def test_an_answer_that_continues_parts_where_the_other_ends() -> None:
     assert (found.where, found.then, found.now) == ("1 of 4 answers; the first: uid 11, sample 0, token 3", None, 0.0)
 
 
-def test_log_probs_scores_and_rewards_may_differ_by_the_bound() -> None:
+def test_log_probs_scores_and_rewards_may_differ_up_to_the_bound() -> None:
     now = make_batch()
     now.tokens["rollout_log_probs"][7] += 0.5
     now.tokens["rollout_log_probs"][0] -= 0.25
@@ -58,14 +58,14 @@ def test_log_probs_scores_and_rewards_may_differ_by_the_bound() -> None:
         assert score == Difference("score", "1 of 4 answers; the largest: uid 11, sample 1", 1.0, 0.5, beyond)
 
 
-def test_a_log_prob_that_is_no_number_is_beyond_every_bound() -> None:
+def test_nan_log_prob_exceeds_every_bound() -> None:
     now = make_batch()
     now.tokens["rollout_log_probs"][1] = math.nan
     (found,) = compare_answers(make_batch(), now, 1e9)
     assert found.what == "rollout_log_probs" and found.beyond
 
 
-def test_answers_of_one_side_alone_are_counted() -> None:
+def test_responses_of_one_side_only_are_counted() -> None:
     then = make_batch()
     (found,) = compare_answers(then, then.select([0, 2, 3]), 0.0)
     assert found == Difference("answers", "1 are in one only; uid 10, sample 1 was there", 4.0, 3.0, True)
@@ -73,7 +73,7 @@ def test_answers_of_one_side_alone_are_counted() -> None:
     assert found.where == "4 are in one only; uid 10, sample 0 was there"
 
 
-def test_metrics_are_equal_or_within_the_bound_of_their_size() -> None:
+def test_metrics_may_differ_up_to_the_relative_bound() -> None:
     then = {"a": 1.0, "b": 200.0, "c": math.nan, "d": math.inf, "gone": 1.0}
     now = {"a": 1.0, "b": 201.0, "c": math.nan, "d": math.inf, "new": 2.0}
     gone, new, b = compare_metrics(then, now, 0.0)
@@ -83,14 +83,14 @@ def test_metrics_are_equal_or_within_the_bound_of_their_size() -> None:
     assert compare_metrics({"c": math.nan}, {"c": 1.0}, 1e9)[0].beyond
 
 
-def test_what_a_replay_has_not_is_left_out() -> None:
+def test_metrics_that_a_replay_lacks_are_excluded() -> None:
     metrics = dict.fromkeys(
         ("actor/loss", "timing_s/gen", "perf/mfu", "val-core/x", "val/accuracy", "rollout/verified_bytes"), 1.0
     )
     assert replayed(metrics) == {"actor/loss": 1.0}
 
 
-def test_the_table_says_how_many_more_there_are() -> None:
+def test_table_states_the_number_of_omitted_lines() -> None:
     many = compare_metrics({f"metric_{i}": 1.0 for i in range(MOST_LINES + 3)}, {}, 0.0)
     written = io.StringIO()
     Console(width=120, file=written).print(table("a step", many))

@@ -18,7 +18,7 @@ from workers.metric import Metric
 
 
 class Recorder:
-    """Stands for a remote model: keeps the mini-batches it is given, and skips those updates whose number is in ``skip``."""
+    """Stand-in for a remote model: records its mini-batches and skips the updates whose number is in ``skip``."""
 
     def __init__(self, skip: Collection[int] = ()) -> None:
         self.given: list[Batch] = []
@@ -37,7 +37,7 @@ def unseen(mini_batch: Batch, metrics: dict[str, float]) -> None:
 
 
 def step_batch() -> Batch:
-    """Six prompts, two answers each."""
+    """Six prompts, two responses each."""
     batch = numbered([3, 4, 5, 2, 7, 3, 1, 6, 2, 2, 4, 3])
     mask = (torch.arange(batch.total_tokens) % 3 > 0).float()
     return batch.with_tokens(response_mask=mask).with_rows(uid=torch.arange(12) // 2)
@@ -55,27 +55,27 @@ def members(given: list[Batch]) -> list[tuple[int, ...]]:
     return [tuple(sorted(set(mini.rows["uid"].tolist()))) for mini in given]
 
 
-def test_every_epoch_covers_the_batch_and_shuffling_changes_who_meets() -> None:
+def test_every_epoch_covers_the_batch_in_different_mini_batches() -> None:
     model = Recorder()
     metrics = update(cast(Any, model), step_batch(), spec(), step=5, watch=unseen)
     first, second = members(model.given[:3]), members(model.given[3:])
     assert len(model.given) == 6 and metrics == {"loss": pytest.approx(3.5), "skipped_updates": 0.0}
     for epoch in (first, second):
         assert sorted(uid for part in epoch for uid in part) == list(range(6))
-    assert set(first) != set(second), "the second epoch is cut anew"
+    assert set(first) != set(second), "the second epoch has other mini-batches"
     other_step = Recorder()
     update(cast(Any, other_step), step_batch(), spec(), step=6, watch=unseen)
     assert set(members(other_step.given[:3])) != set(first)
 
 
-def test_without_shuffling_the_batch_is_cut_in_order() -> None:
+def test_mini_batches_without_shuffling_are_in_order() -> None:
     model = Recorder()
     update(cast(Any, model), step_batch(), spec(shuffle=False, epochs=1), step=5, watch=unseen)
     assert members(model.given) == [(0, 1), (2, 3), (4, 5)]
 
 
 @pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"])
-def test_weights_are_those_of_the_whole_mini_batch(mode: str) -> None:
+def test_token_weights_are_those_of_the_complete_mini_batch(mode: str) -> None:
     model = Recorder()
     update(cast(Any, model), step_batch(), spec(agg_mode=mode), step=5, watch=unseen)
     for mini in model.given:
@@ -83,14 +83,14 @@ def test_weights_are_those_of_the_whole_mini_batch(mode: str) -> None:
         assert torch.equal(mini.tokens["loss_weight"], expected)
 
 
-def test_weights_follow_what_the_preparation_left() -> None:
-    """It sees fresh log-probs of the whole mini-batch, may narrow the mask, draws differently each time, and tells metrics."""
+def test_token_weights_use_the_mask_after_prepare() -> None:
+    """prepare gets new log-probs of the complete mini-batch, may narrow the mask, has a new seed each time, returns metrics."""
     draws: list[float] = []
 
     def prepare(mini: Batch, generator: torch.Generator) -> tuple[Batch, dict[str, float]]:
         draws.append(float(torch.rand((), generator=generator)))
         mask = mini.tokens["response_mask"] * (mini.tokens["log_probs"] > 0.5)
-        return mini.with_tokens(response_mask=mask), {"told": 3.0}
+        return mini.with_tokens(response_mask=mask), {"prepared": 3.0}
 
     class Fresh(Recorder):
         def forward(self, batch: Batch, outputs: list[str]) -> Batch:
@@ -99,7 +99,7 @@ def test_weights_follow_what_the_preparation_left() -> None:
 
     model = Fresh()
     metrics = update(cast(Any, model), step_batch(), spec(prepare=prepare), step=5, watch=unseen)
-    assert metrics["told"] == 3.0 and len(set(draws)) == 6
+    assert metrics["prepared"] == 3.0 and len(set(draws)) == 6
     for mini in model.given:
         narrowed = mini.tokens["response_mask"]
         assert 0 < narrowed.sum() < len(narrowed) / 2
@@ -110,7 +110,7 @@ def test_weights_follow_what_the_preparation_left() -> None:
     assert draws == again
 
 
-def test_rows_added_to_a_mini_batch_come_after_its_weights_and_are_shown_with_it() -> None:
+def test_added_rows_have_their_own_weights_and_follow_the_mini_batch() -> None:
     def extend(mini: Batch) -> Batch:
         assert torch.equal(mini.tokens["loss_weight"], token_weights("token-mean", mini.tokens["response_mask"], mini.lengths, 8))
         return Batch.concat([mini, mini.select([0])])
@@ -120,7 +120,7 @@ def test_rows_added_to_a_mini_batch_come_after_its_weights_and_are_shown_with_it
     assert [len(mini) for mini in model.given] == [5] * 6 and seen == model.given
 
 
-def test_a_metric_that_a_mini_batch_lacks_is_the_mean_of_the_others() -> None:
+def test_metric_that_a_mini_batch_lacks_is_the_mean_of_the_others() -> None:
     class Sparse(Recorder):
         def train_step(self, mini_batch: Batch, columns: tuple[str, ...]) -> dict[str, Metric]:
             metrics = super().train_step(mini_batch, columns)
@@ -130,12 +130,12 @@ def test_a_metric_that_a_mini_batch_lacks_is_the_mean_of_the_others() -> None:
     assert found == {"loss": 2.0, "seldom": 7.0, "skipped_updates": 0.0}
 
 
-def test_updates_a_step_counts_optimizer_steps() -> None:
+def test_updates_per_step_counts_optimizer_steps() -> None:
     assert spec(epochs=3, groups=2).updates_a_step(6) == 9 and spec(epochs=1, groups=6).updates_a_step(6) == 1
 
 
-def test_skipped_updates_are_counted_shown_and_out_of_the_means() -> None:
-    """Unless all were skipped: then the numbers are what they were."""
+def test_skipped_updates_are_counted_and_excluded_from_means() -> None:
+    """If all updates were skipped, the means are those of the skipped ones."""
     seen: list[tuple[Batch, dict[str, float]]] = []
     model = Recorder(skip={2})
     metrics = update(cast(Any, model), step_batch(), spec(epochs=1), step=5, watch=lambda *shown: seen.append(shown))
@@ -146,7 +146,7 @@ def test_skipped_updates_are_counted_shown_and_out_of_the_means() -> None:
     assert metrics["skipped_updates"] == 3.0 and math.isnan(metrics["loss"])
 
 
-def test_after_a_rollback_mini_batches_are_cut_otherwise() -> None:
+def test_mini_batches_differ_after_a_rollback() -> None:
     def learnt(rollbacks: int) -> list[tuple[int, ...]]:
         model, skips = Recorder(), SimpleNamespace(record=lambda *seen: None)
         trainer = SimpleNamespace(health=SimpleNamespace(skipped_updates=skips), events=None, phases=Phases())
@@ -156,5 +156,5 @@ def test_after_a_rollback_mini_batches_are_cut_otherwise() -> None:
 
     plain = Recorder()
     update(cast(Any, plain), step_batch(), spec(), step=5, watch=unseen)
-    assert learnt(0) == members(plain.given), "none leaves them as they always were"
+    assert learnt(0) == members(plain.given), "no rollback leaves the order unchanged"
     assert learnt(0) != learnt(1) != learnt(2)

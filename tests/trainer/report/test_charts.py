@@ -30,13 +30,13 @@ def test_any_curve_lies_within_its_axes(values: list[float]) -> None:
     assert all(TOP - 0.1 <= tick.at <= BOTTOM + 0.1 for tick in chart.y_ticks)
 
 
-def test_higher_values_are_higher_up_and_later_steps_to_the_right() -> None:
+def test_values_rise_upwards_and_steps_to_the_right() -> None:
     (low, high) = draw("", "", [Curve("c", [1, 2], [0.2, 0.8])], at_least=(0.0, 1.0)).lines[0].hover
     assert low[:2] == (LEFT, pytest.approx(BOTTOM - 0.2 * (BOTTOM - TOP)))
     assert high[:2] == (RIGHT, pytest.approx(BOTTOM - 0.8 * (BOTTOM - TOP)))
 
 
-def test_a_band_goes_there_and_back() -> None:
+def test_band_is_a_closed_polygon() -> None:
     band = draw("", "", [Curve("c", [1, 2], [2.0, 2.0], low=[1.0, 1.0], high=[3.0, 3.0])]).lines[0].band
     xs = [float(x) for x, _ in re.findall(r"(-?[\d.]+) (-?[\d.]+)", band)]
     assert xs == [LEFT, RIGHT, RIGHT, LEFT] and band.endswith("Z")
@@ -61,7 +61,7 @@ def test_smoothing_does_not_lag() -> None:
     assert smooth(line)[10:90] == pytest.approx(line[10:90])
 
 
-def test_long_curves_are_thinned_and_what_is_not_finite_left_out() -> None:
+def test_long_curves_are_thinned_and_nonfinite_values_excluded() -> None:
     values = [1.0] * 10_000
     values[17], values[18] = float("nan"), float("inf")
     curve = thin(Curve("c", range(10_000), values, low=[0.0] * 9_999 + [-5.0], high=values))
@@ -77,7 +77,7 @@ def test_ticks_are_a_few_and_within(low: float, span: float) -> None:
     assert all(low - span * 1e-6 <= tick <= high + span * 1e-6 for tick in ticks)
 
 
-def test_columns_of_a_stack_stand_on_each_other() -> None:
+def test_columns_of_a_stack_are_stacked() -> None:
     steps = range(1, 151)
     drawn = stack(["gen", "update"], steps, [[1.0, 3.0]] * 150)
     assert len(drawn.columns) == 50  # three steps each

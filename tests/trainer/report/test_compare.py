@@ -1,4 +1,4 @@
-"""Runs beside each other: groups of seeds, differences, curves, and the page and the picture of all that."""
+"""Comparison of runs: groups of seeds, differences, curves, the page and the picture."""
 
 import math
 from dataclasses import asdict, replace
@@ -46,24 +46,24 @@ def scores(*values: float) -> list[Metrics]:
 
 @pytest.fixture
 def sweep(tmp_path: Path) -> Path:
-    """Two learning rates, and of the first two seeds."""
+    """Two learning rates; two seeds of the first one."""
     write_run(tmp_path / "sweep/0", scores(0.1, 0.5, 0.9), "trainer.seed=1")
     write_run(tmp_path / "sweep/1", scores(0.3, 0.7), "trainer.seed=2", "data.seed=5")
     write_run(tmp_path / "sweep/2", scores(0.2, 0.2, 0.2), "actor_rollout_ref.actor.optim.lr=0.5")
     return tmp_path / "sweep"
 
 
-def test_runs_that_differ_in_seeds_alone_are_one_group(sweep: Path) -> None:
+def test_runs_that_differ_only_in_seeds_are_one_group(sweep: Path) -> None:
     first, second = groups_of(find_runs([sweep]))
     assert [run.run_dir.name for run in first.runs] == ["0", "1"] and [run.run_dir.name for run in second.runs] == ["2"]
     assert (first.label, second.label) == ("lr=3e-4", "lr=0.5")
     assert differing([group.runs[0].settings() for group in (first, second)]) == ["actor_rollout_ref.actor.optim.lr"]
 
 
-def test_a_groups_curve_is_the_mean_within_least_and_largest(sweep: Path) -> None:
+def test_curve_of_a_group_is_the_mean_with_its_range(sweep: Path) -> None:
     first, second = groups_of(find_runs([sweep]))
     curve = mean_curve(first, "critic/score/mean")
-    assert (curve.label, curve.steps) == ("lr=3e-4 · 2 seeds", [1, 2]), "where both have got to"
+    assert (curve.label, curve.steps) == ("lr=3e-4 · 2 seeds", [1, 2]), "the steps that both seeds have"
     assert curve.values == pytest.approx([0.2, 0.6]) and (curve.low, curve.high) == ([0.1, 0.5], [0.3, 0.7])
     alone = mean_curve(second, "critic/score/mean")
     assert (alone.values, alone.low, alone.high) == ([0.2, 0.2, 0.2], None, None)
@@ -73,7 +73,7 @@ def test_a_groups_curve_is_the_mean_within_least_and_largest(sweep: Path) -> Non
 
 
 @given(st.lists(st.lists(st.floats(allow_nan=True, allow_infinity=True), max_size=6), min_size=1, max_size=4))
-def test_the_mean_lies_in_its_band_and_only_where_all_are_finite(columns: list[list[float]]) -> None:
+def test_mean_lies_in_its_band_at_steps_where_all_are_finite(columns: list[list[float]]) -> None:
     runs = [
         ComparedRun(Path(str(i)), {}, {"m": ([*range(len(ys))], ys)} if ys else {}, len(ys), None) for i, ys in enumerate(columns)
     ]
@@ -89,7 +89,7 @@ def test_the_mean_lies_in_its_band_and_only_where_all_are_finite(columns: list[l
             assert min(here) - room <= curve.values[i] <= max(here) + room
 
 
-def test_a_group_has_its_color_in_every_chart(tmp_path: Path) -> None:
+def test_group_has_the_same_color_in_every_chart(tmp_path: Path) -> None:
     write_run(tmp_path / "a", scores(0.1, 0.2))
     write_run(tmp_path / "b", [{"critic/score/mean": 0.3, "critic/vf_loss": 1.0}], "algorithm=ppo")
     charts = {chart.title: chart for chart in charts_of(groups_of(find_runs([tmp_path])))}
@@ -97,7 +97,9 @@ def test_a_group_has_its_color_in_every_chart(tmp_path: Path) -> None:
     assert [line.color for line in charts["Value loss"].lines] == [1]
 
 
-def test_the_page_and_the_picture(sweep: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_page_and_picture_show_the_groups(
+    sweep: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     out = sweep.parent / "there/it is"
     fill, bands = Axes.fill_between, list[Any]()
     monkeypatch.setattr(Axes, "fill_between", lambda axes, *args, **how: (bands.append(args), fill(axes, *args, **how))[1])
@@ -119,7 +121,7 @@ def test_the_page_and_the_picture(sweep: Path, capsys: pytest.CaptureFixture[str
     assert int.from_bytes(picture[16:20]) == 2 * 624, "two charts side by side"
 
 
-def test_equal_runs_have_no_differences_and_directories_for_labels(tmp_path: Path) -> None:
+def test_equal_runs_are_labelled_by_directory(tmp_path: Path) -> None:
     write_run(tmp_path / "9", scores(0.1), "trainer.experiment_name=a")
     write_run(tmp_path / "10", scores(0.1), "trainer.experiment_name=b", "trainer.logger=[]")
     (group,) = groups_of(find_runs([tmp_path, tmp_path / "10"]))
@@ -129,22 +131,22 @@ def test_equal_runs_have_no_differences_and_directories_for_labels(tmp_path: Pat
 
 
 def plain(name: str, config: dict[str, str], **series: list[float]) -> ComparedRun:
-    """config: as JSON. series: a value a step, from 1."""
+    """config: as JSON. series: one value per step, from 1."""
     named = {metric.replace("__", "/"): ([*range(1, len(ys) + 1)], ys) for metric, ys in series.items()}
     return ComparedRun(Path(name), config, named, 2, None)
 
 
-def test_labels_are_settings_if_they_are_few_and_tell_runs_apart() -> None:
+def test_labels_are_settings_if_few_and_distinct() -> None:
     few = [plain(str(i), {"a.x": str(i), "b.y": '"s"', "c.z": f"{i}.5"}) for i in (1, 2)]
     assert [group.label for group in groups_of(few)] == ["x=1, z=1.5", "x=2, z=2.5"]
     many = [plain(str(i), {key: str(i) for key in "abcd"}) for i in (1, 2)]
     assert [group.label for group in groups_of(many)] == ["1", "2"]
     alike = [plain(str(i), {"a.x": f"0.{'3' * i}"}) for i in (12, 13)]
-    assert [group.label for group in groups_of(alike)] == ["12", "13"], "they look the same as numbers"
+    assert [group.label for group in groups_of(alike)] == ["12", "13"], "the rounded values are equal"
 
 
-def test_what_is_drawn() -> None:
-    """A chart for each data source if there are several; none of what is zero throughout, unless that says something."""
+def test_charts_exclude_single_sources_and_zero_curves() -> None:
+    """One chart per data source if there are several; none of a metric that is always zero, unless zero is informative."""
     zeros, ones = [0.0, 0.0], [1.0, 1.0]
     one = plain("a", {}, **{"val-core__a__acc": ones, "actor__grad_norm": zeros})
     two = plain("b", {"x": "1"}, **{"val-core__a__acc": zeros, "val-core__b__acc": ones})
@@ -174,7 +176,7 @@ def broken(tmp_path: Path) -> dict[str, tuple[list[Any], str]]:
     }
 
 
-def test_what_is_wrong_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_arguments_are_one_line_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for words, message in broken(tmp_path).values():
         assert compare([str(word) for word in words]) == 2
         err = capsys.readouterr().err

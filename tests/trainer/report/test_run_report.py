@@ -44,7 +44,7 @@ def sample(uid: int, response: str, score: float) -> Sample:
 
 
 def make_run(run_dir: Path, steps: int = 40) -> Path:
-    """Made-up numbers, written as a run writes them."""
+    """Synthetic numbers, written as a run writes them."""
     tracker = Tracker([], run_dir, "project", "experiment", CONFIG)
     tracker.log({"val/accuracy": 0.25, "val/problems": 4, "val-core/a/reward/mean@1": 0.1, "val-core/<i>/reward/mean@1": 0.4}, 0)
     tracker.log_samples([sample(1, HOSTILE, 0.0), sample(2, "21", 0.0), sample(3, "only before", 0.0)], 0)
@@ -65,7 +65,7 @@ def make_run(run_dir: Path, steps: int = 40) -> Path:
 
 
 class Page(HTMLParser):
-    """Tags and attributes, as a browser would see them, and the visible text."""
+    """Tags and attributes, as a browser parses them, and the visible text."""
 
     def __init__(self, html: str) -> None:
         super().__init__()
@@ -87,7 +87,7 @@ def html(tmp_path_factory: pytest.TempPathFactory) -> str:
     return write_report(make_run(tmp_path_factory.mktemp("run"))).read_text(encoding="utf-8")
 
 
-def test_the_headline_says_what_came_of_it(html: str) -> None:
+def test_headline_states_the_results(html: str) -> None:
     text = Page(html).text
     for message in (
         "4 problems 0.250 → 0.750 +0.500",
@@ -100,23 +100,23 @@ def test_the_headline_says_what_came_of_it(html: str) -> None:
         assert message in text, message
 
 
-def test_nothing_of_a_run_becomes_markup(html: str) -> None:
+def test_text_of_a_run_is_escaped(html: str) -> None:
     page = Page(html)
     scripts = [attributes for tag, attributes in page.tags if tag == "script"]
     charts = sum(1 for tag, attributes in page.tags if attributes.get("class") == "card chart")
-    assert scripts.count({}) == 1 and len(scripts) == charts + 1  # ours, and one piece of JSON a chart
+    assert scripts.count({}) == 1 and len(scripts) == charts + 1  # the page's own, and one piece of JSON per chart
     assert not [tag for tag, attributes in page.tags if tag in ("img", "iframe") or "onerror" in attributes]
     assert HOSTILE in page.text and "sort <b>digits</b>" in page.text and "</pre><script>" in page.text
     assert "<script>alert" not in html and "<b>digits" not in html and "val-core/<i>" not in html
 
 
-def test_nothing_is_fetched(html: str) -> None:
+def test_page_fetches_nothing(html: str) -> None:
     page = Page(html)
     assert not [tag for tag, attributes in page.tags if tag == "link" or {"src", "href", "srcset", "data"} & attributes.keys()]
     assert "url(" not in html and "@import" not in html and "fetch(" not in html and "http" not in html
 
 
-def test_every_chart_is_well_formed_and_holds_its_data(html: str) -> None:
+def test_every_chart_is_well_formed_and_has_its_data(html: str) -> None:
     titles = []
     for chart in re.findall(r'<div class="card chart">.*?</script>', html, re.DOTALL):
         svg = ElementTree.fromstring(re.search(r"<svg.*?</svg>", chart, re.DOTALL)[0])  # type: ignore[index]
@@ -126,7 +126,7 @@ def test_every_chart_is_well_formed_and_holds_its_data(html: str) -> None:
         if titles[-1] == "Score":
             assert [point[2] for point in lines[0]] == list(range(1, 41))
         if titles[-1] == "Gradient norm":
-            assert 3 not in [point[2] for point in lines[0]]  # not a number: left out
+            assert 3 not in [point[2] for point in lines[0]]  # NaN: excluded
         if titles[-1] == "Held-out accuracy":
             assert len(lines) == 3  # all, and each data set
         if titles[-1] == "Answer length":
@@ -134,10 +134,10 @@ def test_every_chart_is_well_formed_and_holds_its_data(html: str) -> None:
     assert set(titles) >= {
         "Held-out accuracy", "Score", "Answer length", "Entropy", "KL", "Gradient norm", "Learning rate", "Trainer vs rollout",
     }  # fmt: skip
-    assert not {"Loss", "Value loss", "Explained variance", "Clipped"} & set(titles)  # not there, or 0 throughout
+    assert not {"Loss", "Value loss", "Explained variance", "Clipped"} & set(titles)  # missing, or always 0
 
 
-def test_the_only_data_source_is_no_curve_of_its_own(tmp_path: Path) -> None:
+def test_single_data_source_has_no_separate_curve(tmp_path: Path) -> None:
     tracker = Tracker([], tmp_path, "p", "e", CONFIG)
     tracker.log({"val/accuracy": 0.5, "val-core/a/reward/mean@1": 0.5}, 1)
     tracker.close()
@@ -145,7 +145,7 @@ def test_the_only_data_source_is_no_curve_of_its_own(tmp_path: Path) -> None:
     assert len(json.loads(chart)) == 1
 
 
-def test_a_score_that_never_leaves_zero_is_shown(tmp_path: Path) -> None:
+def test_score_that_is_always_zero_is_shown(tmp_path: Path) -> None:
     tracker = Tracker([], tmp_path, "p", "e", CONFIG)
     tracker.log({"critic/score/mean": 0.0, "actor/entropy": 0.0}, 1)
     tracker.close()
@@ -153,13 +153,13 @@ def test_a_score_that_never_leaves_zero_is_shown(tmp_path: Path) -> None:
     assert 'aria-label="Score"' in html and 'aria-label="Entropy"' not in html
 
 
-def test_time_is_split_into_phases_and_a_rest(html: str) -> None:
+def test_time_is_split_into_phases_and_other(html: str) -> None:
     text = Page(html).text
     for row in ("gen 40.0 s 28.5 %", "update_actor 1 min 20 s 56.9 %", "testing 0.5 s 0.4 %", "other 20.0 s 14.2 %"):
         assert row in text, row
 
 
-def test_the_timeline_has_a_lane_for_each_pool_and_the_last_steps(tmp_path: Path) -> None:
+def test_timeline_has_a_lane_per_pool_and_the_last_steps(tmp_path: Path) -> None:
     tracker = Tracker([], tmp_path, "project", "experiment", CONFIG)
     for step in range(1, 6):
         spans = [Span("values", ("<b>",), step + 0.2, step + 0.8), Span("adv", (), step + 0.8, step + 0.9)]
@@ -191,13 +191,15 @@ def test_each_worker_of_the_last_step_has_a_lane(tmp_path: Path) -> None:
     assert [bar.tooltip for bar in drawn.bars] == [
         "generation: 0.000 to 0.500 s", "generation: 0.000 to 0.250 s", "update: 0.600 to 0.900 s", "adv: 0.500 to 0.600 s",
     ]  # fmt: skip
-    assert dict(zip(drawn.labels, drawn.colors, strict=True)) == {"generation": 3, "update": 4, "adv": 1}, "a phase's everywhere"
+    assert dict(zip(drawn.labels, drawn.colors, strict=True)) == {"generation": 3, "update": 4, "adv": 1}, (
+        "the color of a phase is the same in all charts"
+    )
     assert "Step 2, by worker" in Page(write_report(tmp_path).read_text(encoding="utf-8")).text
     many = {GLOBAL_STEP: 3, "calls": [["update", "a", 0.0, [1.0] * (MOST_WORKERS + 1)]], "spans": []}
     found = workers_of([many], {})
     assert found is not None and len(found[1].names) == MOST_WORKERS
     assert workers_of([], {}) is None
-    assert workers_of([{GLOBAL_STEP: 1, "spans": []}], {}) is None, "also of a run before there were calls"
+    assert workers_of([{GLOBAL_STEP: 1, "spans": []}], {}) is None, "also for runs of versions without calls"
 
 
 def growing(run_dir: Path, steps: int) -> Tracker:
@@ -214,7 +216,7 @@ def wait_for(path: Path) -> str:
     return path.read_text(encoding="utf-8")
 
 
-def test_it_grows_with_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_report_is_updated_during_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trainer.report.run_report.SECONDS", 0.01)
     monkeypatch.setattr("trainer.report.run_report.SHARE", 1e6)
     tracker = growing(tmp_path, 1)
@@ -228,7 +230,7 @@ def test_it_grows_with_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert not (tmp_path / "report.html.partial").exists()
 
 
-def test_writing_it_takes_a_hundredth_of_the_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_report_takes_at_most_a_hundredth_of_the_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rests: list[float] = []
     monkeypatch.setattr("trainer.report.run_report.SECONDS", 0.0)
     monkeypatch.setattr("trainer.report.run_report.write_report", lambda run_dir: busy(0.05))
@@ -258,7 +260,7 @@ def rested(rests: list[float]) -> Callable[[threading.Event, float | None], bool
     return waited
 
 
-def test_a_page_that_cannot_be_written_is_reported_once_and_ends_no_run(
+def test_failed_write_is_reported_once_and_the_run_continues(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fails(run_dir: Path) -> None:
@@ -273,7 +275,7 @@ def test_a_page_that_cannot_be_written_is_reported_once_and_ends_no_run(
     assert message.splitlines()[0].endswith("is not written during the run: OSError: no space left")
 
 
-def test_a_thousand_steps_are_a_few_megabytes(tmp_path: Path) -> None:
+def test_page_of_a_thousand_steps_has_a_few_megabytes(tmp_path: Path) -> None:
     make_run(tmp_path, steps=1000)
     row = {
         "uid": 1, "prompt": "p" * 400, "ground_truth": "1", "score": 0.5, "length": 2000, "tokens": [" word"] * 512,
@@ -286,13 +288,13 @@ def test_a_thousand_steps_are_a_few_megabytes(tmp_path: Path) -> None:
     assert page.stat().st_size < 3e6 and time.thread_time() - before < 5.0
 
 
-def test_the_rest_is_the_step_less_what_lies_in_it() -> None:
+def test_other_time_is_the_step_minus_its_phases() -> None:
     timed = {GLOBAL_STEP: 1, "timing_s/gen": 2.0, "timing_s/engine_sleep": 0.5, "timing_s/testing": 9.0, "timing_s/step": 5.0}
     phases, steps, parts = phase_seconds([{GLOBAL_STEP: 0, "val/accuracy": 1.0}, timed])
     assert (phases, steps, parts) == (["gen", "testing", "other"], [1], [[2.0, 9.0, 3.0]])
 
 
-def test_answers_before_and_after_stand_side_by_side(html: str, tmp_path: Path) -> None:
+def test_first_and_last_responses_are_paired(html: str, tmp_path: Path) -> None:
     first, last, pairs = answers_of(read_lines(make_run(tmp_path) / "samples.jsonl"))
     assert (first, last) == (0, 40)
     assert [(pair.first["uid"], pair.last and pair.last["response"]) for pair in pairs] == [(1, "12"), (2, "12")]
@@ -303,12 +305,12 @@ def test_answers_before_and_after_stand_side_by_side(html: str, tmp_path: Path) 
     assert html.count('<span class="score up">1</span>') == 2
 
 
-def test_a_run_that_died_at_once_still_has_a_report(tmp_path: Path) -> None:
+def test_run_without_steps_has_a_report(tmp_path: Path) -> None:
     Tracker([], tmp_path, "p", "e", CONFIG).close()
     assert "No step is done yet" in write_report(tmp_path).read_text(encoding="utf-8")
 
 
-def test_a_supervised_run_has_its_losses(tmp_path: Path) -> None:
+def test_supervised_run_shows_its_losses(tmp_path: Path) -> None:
     tracker = Tracker([], tmp_path, "p", "e", CONFIG)
     tracker.log({"train/loss": 2.0, "train/lr": 1e-3, "timing_s/step": 1.0}, 1)
     tracker.log({"train/loss": 1.0, "train/lr": 1e-3, "timing_s/step": 1.0, "val/loss": 1.5}, 2)
@@ -325,7 +327,7 @@ def test_failed_rewards_are_shown(tmp_path: Path) -> None:
     assert "7 rewards failed" in write_report(tmp_path).read_text(encoding="utf-8")
 
 
-def test_the_command(tmp_path: Path) -> None:
+def test_command_writes_the_report(tmp_path: Path) -> None:
     make_run(tmp_path / "run", steps=2)
     command = [sys.executable, "-m", "trainer.report", str(tmp_path / "run")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
@@ -334,7 +336,7 @@ def test_the_command(tmp_path: Path) -> None:
         main([str(tmp_path)])
 
 
-def test_events_between_the_steps_are_reported(tmp_path: Path) -> None:
+def test_events_are_shown_and_escaped(tmp_path: Path) -> None:
     make_run(tmp_path, steps=2)
     assert "What happened" not in Page(write_report(tmp_path).read_text()).text
     Events(tmp_path).add(2, "<img>restart", f"a worker\ndied {HOSTILE}")

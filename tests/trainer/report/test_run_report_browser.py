@@ -1,4 +1,4 @@
-"""The report in a browser: headless Chromium, driven as a person would. (.ci/run installs it where it can.)"""
+"""The report in a browser: headless Chromium, driven like a person would. (.ci/run installs it where it can.)"""
 
 import json
 import re
@@ -31,8 +31,8 @@ FLAGS = (
 )  # fmt: skip
 
 
-def told(step: int, row: int) -> str:
-    """Rewards 0, 0.5 and 1; the trainer's log-probs are above the rollout's at even tokens, and below at odd ones."""
+def token_line(step: int, row: int) -> str:
+    """A line of the token dump. Rewards 0, 0.5, 1; trainer log-probs above the rollout's at even tokens, below at odd ones."""
     tokens = ["The", " sum", " is", f" {row}", "\n", HOSTILE]
     gaps = [0.5, -0.25, 0.0, -0.5, 0.125, 0.001]
     return json_line(
@@ -56,7 +56,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tracker.log_spans(spans, [CallSpan("weight sync", "workers", 90.0, (99.0, 99.0)), generation, update], 40)
     tracker.close()
     (run_dir / "other" / "timeline.jsonl").rename(run_dir / "timeline.jsonl")
-    (run_dir / "answers.jsonl").write_text("".join(told(step, row) for step in (10, 20, 30, 40) for row in range(3)))
+    (run_dir / "answers.jsonl").write_text("".join(token_line(step, row) for step in (10, 20, 30, 40) for row in range(3)))
     Events(run_dir).add(7, "low disk", "2 GB are free")
     return write_report(run_dir)
 
@@ -79,7 +79,7 @@ def seen(browser: webdriver.Chrome) -> list[str]:
 
 
 def colours(browser: webdriver.Chrome) -> list[str]:
-    """Of the tokens of the first answer that is seen."""
+    """Colours of the tokens of the first visible response."""
     card = next(one for one in browser.find_elements(By.CSS_SELECTOR, "article.one") if one.is_displayed())
     return [token.value_of_css_property("background-color") for token in card.find_elements(By.CSS_SELECTOR, ".token")]
 
@@ -90,7 +90,7 @@ def type_into(browser: webdriver.Chrome, name: str, words: str) -> None:
     field.send_keys(words)
 
 
-def test_it_opens_without_an_error_and_fetches_nothing(browser: webdriver.Chrome, page: Path) -> None:
+def test_page_opens_without_an_error_and_fetches_nothing(browser: webdriver.Chrome, page: Path) -> None:
     assert "sort" in browser.title
     assert [entry for entry in browser.get_log("browser") if entry["level"] == "SEVERE"] == []
     sent = [json.loads(entry["message"])["message"] for entry in browser.get_log("performance")]
@@ -98,7 +98,7 @@ def test_it_opens_without_an_error_and_fetches_nothing(browser: webdriver.Chrome
     assert {address for address in addresses if not address.startswith(("data:", "chrome:"))} == {page.as_uri()}
 
 
-def test_everything_is_there(browser: webdriver.Chrome) -> None:
+def test_page_has_every_section(browser: webdriver.Chrome) -> None:
     headings = [heading.text for heading in browser.find_elements(By.TAG_NAME, "h2")]
     for begins in ("What happened", "Curves", "Where the time goes", "Step 40, by worker", "Training answers", "Sample answers"):
         assert any(heading.startswith(begins) for heading in headings), begins
@@ -113,7 +113,7 @@ def test_everything_is_there(browser: webdriver.Chrome) -> None:
     assert "python" in browser.find_element(By.XPATH, "//details[summary='Environment']").text
 
 
-def test_a_chart_reports_its_values_where_the_pointer_is(browser: webdriver.Chrome) -> None:
+def test_chart_shows_values_at_the_pointer(browser: webdriver.Chrome) -> None:
     chart = next(card for card in browser.find_elements(By.CSS_SELECTOR, ".chart") if "Held-out accuracy" in card.text)
     svg, tip = chart.find_element(By.TAG_NAME, "svg"), chart.find_element(By.CSS_SELECTOR, ".tip")
     assert not tip.is_displayed()
@@ -125,8 +125,8 @@ def test_a_chart_reports_its_values_where_the_pointer_is(browser: webdriver.Chro
     assert not tip.is_displayed()
 
 
-def test_the_reward_filters_answers(browser: webdriver.Chrome) -> None:
-    assert {text.partition("step ")[2].split(" ")[0] for text in seen(browser)} == {"40"}, "the last, unless another is asked for"
+def test_reward_filters_responses(browser: webdriver.Chrome) -> None:
+    assert {text.partition("step ")[2].split(" ")[0] for text in seen(browser)} == {"40"}, "the last step by default"
     Select(browser.find_element(By.ID, "step")).select_by_value("")
     assert len(seen(browser)) == 9 + 6 - 4, "three last steps, and the first and the last row of the step before"
     Select(browser.find_element(By.ID, "step")).select_by_value("40")
@@ -167,7 +167,7 @@ def test_tokens_are_coloured_by_log_prob_or_by_advantage(browser: webdriver.Chro
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_it_is_readable_by_day_and_by_night(browser: webdriver.Chrome, scheme: str, tmp_path: Path) -> None:
+def test_text_has_enough_contrast_in_light_and_dark_mode(browser: webdriver.Chrome, scheme: str, tmp_path: Path) -> None:
     browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [{"name": "prefers-color-scheme", "value": scheme}]})
     ground = luminance(browser, ".card", "background-color")
     assert (ground < 0.1) == (scheme == "dark")
@@ -179,7 +179,7 @@ def test_it_is_readable_by_day_and_by_night(browser: webdriver.Chrome, scheme: s
 
 
 def luminance(browser: webdriver.Chrome, selector: str, name: str) -> float:
-    """Of a colour of sRGB, as WCAG 2 defines it."""
+    """Relative luminance of an sRGB colour, as WCAG 2 defines it."""
     colour = browser.find_element(By.CSS_SELECTOR, selector).value_of_css_property(name)
     parts = [int(part) / 255 for part in re.findall(r"\d+", colour)[:3]]
     red, green, blue = (part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts)

@@ -1,4 +1,4 @@
-"""On Ray: workers die or run out of memory, and the run comes to its end by itself."""
+"""On Ray: workers die or run out of memory, and the run completes by itself."""
 
 import json
 import os
@@ -33,7 +33,7 @@ def start(task: Path, run_dir: Path, *overrides: str) -> subprocess.Popen[str]:
     return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-def test_a_worker_is_killed_and_the_run_is_the_same_bitwise(task: Path, tmp_path: Path) -> None:
+def test_run_with_a_killed_worker_is_bitwise_identical(task: Path, tmp_path: Path) -> None:
     whole = run_ppo(task, tmp_path / "whole", *SIX, loss_that(tmp_path / "plain", "pass"))
     run = start(task, tmp_path / "run", loss_that(tmp_path, f"n == 3 and {DIE}"))
     _, message = run.communicate()
@@ -46,8 +46,8 @@ def test_a_worker_is_killed_and_the_run_is_the_same_bitwise(task: Path, tmp_path
 
 
 @pytest.mark.soak
-def test_among_two_ranks_the_group_starts_again_in_smaller_micro_batches(task: Path, tmp_path: Path) -> None:
-    """Memory runs out on rank 1 in step 3 while rank 0 waits for it; in step 5 rank 1 is killed, the one restart that is left."""
+def test_out_of_memory_on_one_of_two_ranks_restarts_with_smaller_micro_batches(task: Path, tmp_path: Path) -> None:
+    """Memory runs out on rank 1 in step 3 while rank 0 waits for it; in step 5 rank 1 is killed, which uses the last restart."""
     fault = f"m = dist.get_rank() and call('of_rank_1'); m == 3 and {TOO_MUCH}; m == 8 and {DIE}"
     rows = "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=16"
     run = start(task, tmp_path / "run", "trainer.n_gpus_per_node=2", rows, loss_that(tmp_path, fault))
@@ -67,8 +67,8 @@ def test_among_two_ranks_the_group_starts_again_in_smaller_micro_batches(task: P
     assert survivors(str(tmp_path / "run")) == []
 
 
-def test_sigterm_to_the_driver_waits_for_the_step(task: Path, tmp_path: Path) -> None:
-    """From outside, while the driver waits for its workers."""
+def test_sigterm_to_the_driver_waits_for_the_end_of_the_step(task: Path, tmp_path: Path) -> None:
+    """From another process, while the driver waits for its workers."""
     run = start(task, tmp_path / "run", "trainer.save_freq=-1", loss_that(tmp_path, "time.sleep(1)"))
     while not (tmp_path / "losses").exists() and run.poll() is None:
         time.sleep(0.05)

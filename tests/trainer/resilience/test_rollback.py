@@ -1,4 +1,4 @@
-"""A run that falls ill on bad data: the rewards of the prompts that steps 13 to 17 would see are spoilt."""
+"""A run that diverges on bad data: the rewards of the prompts that steps 13 to 17 would see are corrupted."""
 
 import math
 import os
@@ -24,9 +24,8 @@ from trainer.resilience.alarms import Alarm
 from trainer.resilience.rollback import Rollbacks
 from trainer.run.run_dir import EVENTS, read_lines, read_metrics
 from trainer.tracking.batch_file import load_batch
-from workers.seeding import seed_of
 
-STEPS, RUNG, GOOD = 15, 14, 2
+STEPS, FIRED, GOOD = 15, 14, 2
 REWARD = """
 import os, pathlib, signal
 
@@ -68,11 +67,11 @@ PPO = (
     "algorithm=ppo", "actor_rollout_ref.actor.ppo_mini_batch_size=4", "actor_rollout_ref.actor.shuffle=true",
     "actor_rollout_ref.actor.optim.lr_scheduler_type=constant", "critic.optim.lr_scheduler_type=constant",
 )  # fmt: skip
-FALLS_ILL = (
+DIVERGES = (
     "data.shuffle=false", "trainer.save_freq=2", f"trainer.total_training_steps={STEPS}",
     "alarms.reward.action=rollback", "alarms.reward.bound=0.02", "alarms.reward.patience=2",
 )  # fmt: skip
-GOES_BACK = (*PPO, *FALLS_ILL)
+ROLLS_BACK = (*PPO, *DIVERGES)
 
 
 @pytest.fixture(scope="module")
@@ -85,13 +84,13 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def whole(task: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run that goes back once, and is never interrupted."""
+    """A run that rolls back once and is never interrupted."""
     run_dir = tmp_path_factory.mktemp("whole")
-    run_ppo(task, run_dir, *GOES_BACK, f"trainer.rollout_data_dir={run_dir / 'rollouts'}")
+    run_ppo(task, run_dir, *ROLLS_BACK, f"trainer.rollout_data_dir={run_dir / 'rollouts'}")
     return run_dir
 
 
-def told(run_dir: Path, kind: str) -> list[tuple[int, str]]:
+def events_of(run_dir: Path, kind: str) -> list[tuple[int, str]]:
     return [(event["step"], event["text"]) for event in read_lines(run_dir / EVENTS) if event["kind"] == kind]
 
 
@@ -109,56 +108,56 @@ def assert_the_same(run_dir: Path, whole: Path) -> None:
     assert all(torch.equal(weight, expected[name]) for name, weight in mine.items())
 
 
-def test_a_diverged_run_goes_back_and_ends_well_on_other_data(whole: Path) -> None:
+def test_diverged_run_rolls_back_and_learns_on_other_data(whole: Path) -> None:
     steps = metrics_of(whole)
-    assert [step["training/global_step"] for step in steps] == list(range(1, STEPS + 1)), "no step twice"
+    assert [step["training/global_step"] for step in steps] == list(range(1, STEPS + 1)), "a step is repeated"
     assert [step.get("training/rollbacks", 0.0) for step in steps] == [0.0] * GOOD + [1.0] * (STEPS - GOOD)
     assert steps[-1]["critic/score/mean"] > 3
     left = read_metrics(whole / "earlier_1")
-    assert [step["training/global_step"] for step in left] == list(range(GOOD + 1, RUNG + 1))
+    assert [step["training/global_step"] for step in left] == list(range(GOOD + 1, FIRED + 1))
     assert left[-1]["critic/score/mean"] == left[-2]["critic/score/mean"] == 0.0
-    assert {path.name for path in (whole / "earlier_1").glob("global_step_*")} == {f"global_step_{n}" for n in range(4, RUNG, 2)}
-    ((at, alarm),), ((back_at, back),) = told(whole, "alarm"), told(whole, "rollback")
-    assert at == back_at == RUNG and "alarms.reward.bound=0.02 for 2 steps" in alarm
+    assert {path.name for path in (whole / "earlier_1").glob("global_step_*")} == {f"global_step_{n}" for n in range(4, FIRED, 2)}
+    ((at, alarm),), ((back_at, back),) = events_of(whole, "alarm"), events_of(whole, "rollback")
+    assert at == back_at == FIRED and "alarms.reward.bound=0.02 for 2 steps" in alarm
     assert f"1 of at most 2: back to the checkpoint of step {GOOD}," in back and "earlier_1/" in back
     assert "back to the checkpoint" in (whole / "report.html").read_text()
 
 
-def test_the_data_continues_after_what_was_drawn(whole: Path) -> None:
+def test_data_continues_after_the_prompts_seen_before_the_rollback(whole: Path) -> None:
     def uids(directory: Path, step: int) -> set[int]:
         return set(pq.read_table(directory / "rollouts" / f"step_{step}.parquet")["uid"].to_pylist())
 
-    seen = [uids(whole, step) for step in range(1, GOOD + 1)] + [uids(whole / "earlier_1", n) for n in range(GOOD + 1, RUNG + 1)]
+    seen = [uids(whole, step) for step in range(1, GOOD + 1)] + [uids(whole / "earlier_1", n) for n in range(GOOD + 1, FIRED + 1)]
     after = [uids(whole, step) for step in range(GOOD + 1, STEPS + 1)]
-    assert not set().union(*seen) & set().union(*after), "an epoch has not ended"
-    assert uids(whole, GOOD + 1) == set(range(8 * RUNG, 8 * (RUNG + 1)))
+    assert not set().union(*seen) & set().union(*after), "no epoch has ended"
+    assert uids(whole, GOOD + 1) == set(range(8 * FIRED, 8 * (FIRED + 1)))
 
 
 @pytest.mark.soak
-def test_killed_after_the_rollback_it_ends_alike(task: Path, whole: Path, tmp_path: Path) -> None:
-    """In the second step after it: no checkpoint remembers the rollback yet, so it is found and made again."""
-    (task / "kill_at_call").write_text(str(32 * (RUNG + 1) + 5))
+def test_run_killed_after_the_rollback_ends_equal(task: Path, whole: Path, tmp_path: Path) -> None:
+    """In the second step after it: no checkpoint contains the rollback yet, so the run diverges and rolls back again."""
+    (task / "kill_at_call").write_text(str(32 * (FIRED + 1) + 5))
     run_dir = tmp_path / "killed"
-    command = [sys.executable, "-m", "trainer.main_ppo", *ppo_arguments(task, run_dir, *GOES_BACK)]
+    command = [sys.executable, "-m", "trainer.main_ppo", *ppo_arguments(task, run_dir, *ROLLS_BACK)]
     killed = subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, timeout=120, check=False)
     assert killed.returncode == -signal.SIGKILL, killed.stderr.decode()
-    assert metrics_of(run_dir)[-1]["training/global_step"] == GOOD + 1 and len(told(run_dir, "rollback")) == 1
-    run_ppo(task, run_dir, *GOES_BACK)
-    assert len(told(run_dir, "rollback")) == 2 and (run_dir / "earlier_2").is_dir()
+    assert metrics_of(run_dir)[-1]["training/global_step"] == GOOD + 1 and len(events_of(run_dir, "rollback")) == 1
+    run_ppo(task, run_dir, *ROLLS_BACK)
+    assert len(events_of(run_dir, "rollback")) == 2 and (run_dir / "earlier_2").is_dir()
     assert_the_same(run_dir, whole)
 
 
-def test_stopped_after_the_rollback_it_ends_alike(task: Path, whole: Path, tmp_path: Path) -> None:
-    """At a checkpoint that remembers it: the rollback is not made again, the draws are still other ones."""
-    run_ppo(task, tmp_path, *GOES_BACK, f"trainer.total_training_steps={RUNG}")
+def test_run_stopped_after_the_rollback_ends_equal(task: Path, whole: Path, tmp_path: Path) -> None:
+    """At a checkpoint that contains the rollback: it is not repeated, and the seeds are still the changed ones."""
+    run_ppo(task, tmp_path, *ROLLS_BACK, f"trainer.total_training_steps={FIRED}")
     assert metrics_of(tmp_path)[-1]["training/rollbacks"] == 1.0
-    run_ppo(task, tmp_path, *GOES_BACK)
-    assert len(told(tmp_path, "rollback")) == 1
+    run_ppo(task, tmp_path, *ROLLS_BACK)
+    assert len(events_of(tmp_path, "rollback")) == 1
     assert_the_same(tmp_path, whole)
 
 
-def test_no_stream_goes_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither that of the prompts nor that of the texts (data.ptx_files): what made the run diverge may be among them."""
+def test_rollback_does_not_rewind_the_data_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither prompts nor texts (data.ptx_files): the data that made the run diverge may be among them."""
     prompts, texts = PromptStream(cast(Any, []), cast(Any, None), 7), PtxStream(cast(Any, []), cast(Any, None), 0.1, 0.5, 30)
 
     def load(checkpoint: Any) -> None:
@@ -177,7 +176,7 @@ def test_no_stream_goes_back(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def ends_with(task: Path, run_dir: Path, capfd: pytest.CaptureFixture[str], *overrides: str) -> str:
-    """Exit code 3, and the one line that tells why."""
+    """Assert exit code 3; return the only error line."""
     code = main_ppo.PROGRAM(ppo_arguments(task, run_dir, *overrides))
     (line,) = [line for line in capfd.readouterr().err.splitlines() if line.startswith("error: ")]
     assert code == 3 and (run_dir / "report.html").is_file()
@@ -192,16 +191,16 @@ def ends_with(task: Path, run_dir: Path, capfd: pytest.CaptureFixture[str], *ove
     ],
     ids=["no more", "no checkpoint"],
 )
-def test_where_it_cannot_go_back_it_stops(
+def test_run_that_cannot_roll_back_stops(
     task: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], change: str, reason: str
 ) -> None:
-    line = ends_with(task, tmp_path, capfd, *FALLS_ILL, change)
-    assert line.startswith(f"error: stopped at step {RUNG}") and reason in line
-    assert [step["training/global_step"] for step in metrics_of(tmp_path)] == list(range(1, RUNG + 1))
+    line = ends_with(task, tmp_path, capfd, *DIVERGES, change)
+    assert line.startswith(f"error: stopped at step {FIRED}") and reason in line
+    assert [step["training/global_step"] for step in metrics_of(tmp_path)] == list(range(1, FIRED + 1))
 
 
-def test_a_policy_that_collapses_stops_the_run(task: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """A learning rate far too high: after some steps every answer is the same one."""
+def test_collapsed_policy_stops_the_run(task: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """A learning rate far too high: after some steps all responses are equal."""
     collapse = (
         "actor_rollout_ref.actor.calculate_entropy=true", "actor_rollout_ref.actor.optim.lr=0.3",
         "actor_rollout_ref.actor.optim.lr_warmup_steps=0", "trainer.total_training_steps=9",
@@ -215,7 +214,7 @@ def test_a_policy_that_collapses_stops_the_run(task: Path, tmp_path: Path, capfd
     assert all(math.isfinite(step["critic/score/mean"]) for step in steps)
 
 
-def test_an_update_that_is_not_finite_is_skipped_dumped_and_reported(task: Path, tmp_path: Path) -> None:
+def test_nonfinite_update_is_skipped_dumped_and_reported(task: Path, tmp_path: Path) -> None:
     loss = f"actor_rollout_ref.actor.policy_loss.loss_mode={task}/loss.py:in_the_second"
     run_ppo(task, tmp_path, loss, "trainer.total_training_steps=3", "trainer.save_freq=1")
     steps = read_metrics(tmp_path)
@@ -225,7 +224,7 @@ def test_an_update_that_is_not_finite_is_skipped_dumped_and_reported(task: Path,
     first, second, third = (load_all(tmp_path / f"global_step_{step}/actor") for step in (1, 2, 3))
     assert all(torch.equal(weight, second[name]) for name, weight in first.items())
     assert not all(torch.equal(weight, third[name]) for name, weight in first.items())
-    ((step, text),) = told(tmp_path, "skipped")
+    ((step, text),) = events_of(tmp_path, "skipped")
     assert step == 2 and text.startswith("an update was skipped, on all ranks alike: actor: loss nan,")
     kept, about = load_batch(tmp_path / "logs/nonfinite/step_2_actor.safetensors")
     assert len(kept) == 32 and len(kept.tokens["advantages"]) == kept.total_tokens == len(kept.tokens["input_ids"])
@@ -237,31 +236,23 @@ def load_all(directory: Path) -> dict[str, torch.Tensor]:
     return {f"{file.name} {name}": weight for file in files for name, weight in load_file(file).items()}
 
 
-def test_skipped_updates_in_a_row_stop_the_run(task: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """The row is counted over a resume."""
+def test_consecutive_skipped_updates_stop_the_run(task: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """The count continues across a resume."""
     loss = f"actor_rollout_ref.actor.policy_loss.loss_mode={task}/loss.py:from_the_second"
     line = ends_with(task, tmp_path, capfd, loss, "trainer.total_training_steps=20")
     assert line.startswith("error: stopped at step 6 by an alarm: nonfinite: training/skipped_in_a_row is 5, above")
-    assert len(told(tmp_path, "skipped")) == 5 and len(list((tmp_path / "logs/nonfinite").iterdir())) == 5
+    assert len(events_of(tmp_path, "skipped")) == 5 and len(list((tmp_path / "logs/nonfinite").iterdir())) == 5
 
 
-@pytest.mark.parametrize("count", [0, 1, 2])
-def test_a_rollback_changes_every_seed_and_none_leaves_them(count: int) -> None:
-    rollbacks = Rollbacks(count)
-    assert rollbacks.purpose("train") == ("train" if not count else f"train, rollback {count}")
-    assert rollbacks.seed(7) == (7 if not count else seed_of(7, "rollback", count))
-    assert rollbacks.metrics() == ({} if not count else {"training/rollbacks": count})
-
-
-def test_offloaded_roles_go_back_too(task: Path, tmp_path: Path) -> None:
+def test_offloaded_roles_roll_back(task: Path, tmp_path: Path) -> None:
     offloaded: Any = [f"{role}.fsdp_config.param_offload=true" for role in ("actor_rollout_ref.actor", "critic")]
-    run_ppo(task, tmp_path, *GOES_BACK, *offloaded, "critic.fsdp_config.optimizer_offload=true")
+    run_ppo(task, tmp_path, *ROLLS_BACK, *offloaded, "critic.fsdp_config.optimizer_offload=true")
     assert metrics_of(tmp_path)[-1]["training/rollbacks"] == 1.0
 
 
 @pytest.mark.soak
-def test_two_ranks_skip_and_go_back_alike(task: Path, tmp_path: Path) -> None:
-    """On Ray. Rank 1 alone finds a loss that is not finite; weights that are sharded go back; a resumed run ends alike."""
+def test_two_ranks_skip_and_roll_back_equally(task: Path, tmp_path: Path) -> None:
+    """On Ray. Only rank 1 has a nonfinite loss; sharded weights are restored; a resumed run ends equal."""
     on_ray = ("trainer.backend=ray", "trainer.n_gpus_per_node=2")
     loss = f"actor_rollout_ref.actor.policy_loss.loss_mode={task}/loss.py:on_rank_one"
     steps = run_ppo(task, tmp_path / "skips", *on_ray, loss, "trainer.total_training_steps=3", "trainer.save_freq=1")
@@ -269,8 +260,8 @@ def test_two_ranks_skip_and_go_back_alike(task: Path, tmp_path: Path) -> None:
     first, second = (load_all(tmp_path / f"skips/global_step_{step}/actor") for step in (1, 2))
     assert first and all(torch.equal(weight, second[name]) for name, weight in first.items())
     whole, broken = tmp_path / "whole", tmp_path / "broken"
-    run_ppo(task, whole, *GOES_BACK, *on_ray)
-    run_ppo(task, broken, *GOES_BACK, *on_ray, f"trainer.total_training_steps={RUNG}")
-    run_ppo(task, broken, *GOES_BACK, *on_ray)
-    assert len(told(broken, "rollback")) == 1
+    run_ppo(task, whole, *ROLLS_BACK, *on_ray)
+    run_ppo(task, broken, *ROLLS_BACK, *on_ray, f"trainer.total_training_steps={FIRED}")
+    run_ppo(task, broken, *ROLLS_BACK, *on_ray)
+    assert len(events_of(broken, "rollback")) == 1
     assert_the_same(broken, whole)

@@ -1,4 +1,4 @@
-"""What is kept and told of updates that were skipped."""
+"""Records and reports of skipped updates."""
 
 import json
 import math
@@ -28,12 +28,12 @@ def texts(skips: SkippedUpdates) -> list[str]:
     return [event["text"] for event in read_lines(skips.events.path.parent / EVENTS)]
 
 
-def test_what_was_applied_leaves_no_trace(skips: SkippedUpdates, tmp_path: Path) -> None:
+def test_applied_update_leaves_no_record(skips: SkippedUpdates, tmp_path: Path) -> None:
     skips.record("actor", 1, BATCH, APPLIED)
     assert skips.report(1) == {} and list(tmp_path.iterdir()) == []
 
 
-def test_a_step_is_reported_once_and_its_first_batch_of_a_role_kept(skips: SkippedUpdates, tmp_path: Path) -> None:
+def test_step_is_reported_once_with_the_first_batch_of_each_role(skips: SkippedUpdates, tmp_path: Path) -> None:
     other = BATCH.select([1])
     for role, batch in (("critic", other), ("actor", BATCH), ("actor", other)):
         skips.record(role, 3, batch, SKIPPED)
@@ -52,17 +52,17 @@ def test_a_step_is_reported_once_and_its_first_batch_of_a_role_kept(skips: Skipp
         "metrics": {"loss": "NaN", "grad_norm": "Infinity", "skipped_updates": 1.0},
         "config": {"trainer": {"hf_token": "***", "seed": 1}},
     }
-    assert skips.report(4) == {"training/skipped_in_a_row": 2.0} and len(texts(skips)) == 1, "nothing new"
+    assert skips.report(4) == {"training/skipped_in_a_row": 2.0} and len(texts(skips)) == 1, "no new event"
 
 
-def test_columns_that_are_one_tensor_are_kept_too(skips: SkippedUpdates, tmp_path: Path) -> None:
+def test_columns_that_share_memory_are_dumped(skips: SkippedUpdates, tmp_path: Path) -> None:
     """safetensors refuses tensors that share memory."""
     mask = torch.ones(7)
     skips.record("model", 1, BATCH.with_tokens(response_mask=mask, kept_mask=mask), SKIPPED)
     assert (tmp_path / "logs/nonfinite/step_1_model.safetensors").is_file()
 
 
-def test_the_first_batches_are_kept_and_no_more(skips: SkippedUpdates, tmp_path: Path) -> None:
+def test_number_of_dumped_batches_is_limited(skips: SkippedUpdates, tmp_path: Path) -> None:
     for step in range(1, MOST_DUMPS + 3):
         skips.record("actor", step, BATCH, SKIPPED)
         skips.report(step)
@@ -74,7 +74,7 @@ def test_the_first_batches_are_kept_and_no_more(skips: SkippedUpdates, tmp_path:
     ] * 2
 
 
-def test_a_dump_that_was_not_finished_is_written_again(skips: SkippedUpdates, tmp_path: Path) -> None:
+def test_incomplete_dump_is_written_again(skips: SkippedUpdates, tmp_path: Path) -> None:
     directory = tmp_path / "logs/nonfinite"
     directory.mkdir(parents=True)
     for step in range(1, MOST_DUMPS + 1):
@@ -84,7 +84,7 @@ def test_a_dump_that_was_not_finished_is_written_again(skips: SkippedUpdates, tm
     assert torch.equal(kept.lengths, BATCH.lengths)
 
 
-def test_a_row_ends_with_an_update_of_the_same_role_and_survives_a_resume(skips: SkippedUpdates, tmp_path: Path) -> None:
+def test_consecutive_count_resets_per_role_and_survives_a_resume(skips: SkippedUpdates, tmp_path: Path) -> None:
     for metrics in (SKIPPED, SKIPPED):
         skips.record("actor", 1, BATCH, metrics)
     skips.record("critic", 1, BATCH, APPLIED)

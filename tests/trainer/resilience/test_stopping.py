@@ -1,4 +1,4 @@
-"""When another step may begin; how signals are taken. Whole runs are stopped in ppo/test_loop_stops."""
+"""When another step may begin, and how signals are handled. Complete runs are stopped in ppo/test_loop_stops."""
 
 import os
 import signal
@@ -31,7 +31,7 @@ def with_seconds_left(run_dir: Path, seconds: float) -> Stopping:
 
 @contextmanager
 def ignored() -> Iterator[None]:
-    """What is not caught in time must not end the tests."""
+    """A signal that is not caught in time must not end the tests."""
     before = [(number, signal.signal(number, signal.SIG_IGN)) for number in SIGNALS]
     try:
         yield
@@ -44,16 +44,16 @@ def ignored() -> Iterator[None]:
     ("phases", "due"),
     [
         ([], False),
-        ([({"step": 40.0}, 0.0)], False),  # and a save like it: 80
+        ([({"step": 40.0}, 0.0)], False),  # and a save of the same duration: 80
         ([({"step": 51.0}, 0.0)], True),
         ([({"step": 40.0, "testing": 12.0}, 0.0)], True),
         ([({"step": 51.0, "save_checkpoint": 9.0}, 45.0)], False),
         ([({"step": 51.0, "save_checkpoint": 9.0}, 60.0)], True),  # written in the background
-        ([({"step": 80.0}, 30.0), ({"step": 5.0}, 1.0)], True),  # the longest count
+        ([({"step": 80.0}, 30.0), ({"step": 5.0}, 1.0)], True),  # the longest ones count
     ],
 )
-def test_a_step_begins_if_it_and_a_save_fit(tmp_path: Path, phases: list[tuple[dict[str, float], float]], due: bool) -> None:
-    """With 100 seconds left."""
+def test_step_begins_only_if_it_and_a_save_fit(tmp_path: Path, phases: list[tuple[dict[str, float], float]], due: bool) -> None:
+    """With 100 seconds remaining."""
     clock = with_seconds_left(tmp_path, 100.0)
     with clock:
         found = [clock.is_due(step, seconds, save, Events(tmp_path)) for step, (seconds, save) in enumerate([({}, 0.0), *phases])]
@@ -62,7 +62,7 @@ def test_a_step_begins_if_it_and_a_save_fit(tmp_path: Path, phases: list[tuple[d
         clock.check()
 
 
-def test_time_that_is_up_is_stated_with_its_arithmetic(tmp_path: Path) -> None:
+def test_end_of_the_walltime_is_reported_with_the_arithmetic(tmp_path: Path) -> None:
     clock = with_seconds_left(tmp_path, 10.0)
     (tmp_path / "global_step_7").mkdir()
     with clock:
@@ -74,12 +74,12 @@ def test_time_that_is_up_is_stated_with_its_arithmetic(tmp_path: Path) -> None:
     assert output.value.code == 0 and str(output.value).endswith(f"resumes from {tmp_path / 'global_step_7'}")
 
 
-def test_without_a_walltime_there_is_no_end(tmp_path: Path) -> None:
+def test_run_without_a_walltime_never_stops_for_time(tmp_path: Path) -> None:
     assert not stopping(tmp_path).is_due(1, {"step": 1e9}, 0.0, Events(tmp_path))
 
 
-def test_signals_wait_only_while_there_are_steps(tmp_path: Path) -> None:
-    """Before the first step, in the start of a restart, and after the last step, nothing is lost by an end at once."""
+def test_signals_are_deferred_only_between_first_and_last_step(tmp_path: Path) -> None:
+    """Before the first step, at the start of a restart, and after the last step, an immediate end loses nothing."""
     clock = stopping(tmp_path)
     with ignored():
         for _ in range(2):
@@ -92,7 +92,7 @@ def test_signals_wait_only_while_there_are_steps(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("number", SIGNALS)
-def test_the_first_signal_is_noted_and_the_next_sigterm_is_for_the_previous_handler(
+def test_first_signal_is_deferred_and_the_next_sigterm_reaches_the_previous_handler(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], number: signal.Signals
 ) -> None:
     clock = stopping(tmp_path)
@@ -104,13 +104,13 @@ def test_the_first_signal_is_noted_and_the_next_sigterm_is_for_the_previous_hand
         )
         assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
         os.kill(os.getpid(), signal.SIGUSR1)  # Slurm may send it again
-    clock.check()  # it came to its end all the same
+    clock.check()  # it completed nevertheless
     with pytest.raises(Stopped) as output:
         clock.check(after_failure=True)
     assert output.value.code == 128 + number and "from the beginning: there is no checkpoint" in str(output.value)
 
 
-def test_the_walltime_counts_from_the_programs_start(tmp_path: Path) -> None:
+def test_walltime_counts_from_the_start_of_the_program(tmp_path: Path) -> None:
     script = f"""
 import time; time.sleep(1.5)
 from pathlib import Path
@@ -140,15 +140,15 @@ def checkpoint(run_dir: Path, step: int, megabytes: int) -> None:
     path = run_dir / f"global_step_{step}" / "actor" / "shard"
     path.parent.mkdir(parents=True)
     with path.open("wb") as file:
-        file.truncate(megabytes * 10**6)  # a hole: it counts, and takes nothing
+        file.truncate(megabytes * 10**6)  # a sparse file: it has the size, and takes no space
 
 
-def test_nothing_is_reported_where_all_is_off_or_well(tmp_path: Path) -> None:
+def test_nothing_is_reported_if_disabled_or_healthy(tmp_path: Path) -> None:
     for quiet in (watch(tmp_path), watch(tmp_path, memory_warn=1e-6, memory_stop=1e-6, disk_warn_gb=1e-6, disk_stop_gb=1e-6)):
         assert list(quiet.warnings()) == [] and quiet.shortage() is None
 
 
-def test_each_warning_comes_once(tmp_path: Path) -> None:
+def test_each_warning_is_reported_once(tmp_path: Path) -> None:
     anxious = watch(tmp_path, memory_warn=1.0, disk_warn_gb=free_gb(tmp_path) + 100)
     (memory, message), (disk, output) = anxious.warnings()
     assert (memory, disk) == ("low memory", "low disk")
@@ -157,12 +157,12 @@ def test_each_warning_comes_once(tmp_path: Path) -> None:
     assert list(anxious.warnings()) == [] and anxious.shortage() is None
 
 
-def test_memory_that_is_short_ends_the_run(tmp_path: Path) -> None:
+def test_short_memory_ends_the_run(tmp_path: Path) -> None:
     reason = watch(tmp_path, memory_stop=1.0).shortage()
     assert reason is not None and reason.endswith("less than trainer.watch.memory_stop=1")
 
 
-def test_two_checkpoints_must_find_room(tmp_path: Path) -> None:
+def test_disk_must_have_space_for_two_checkpoints(tmp_path: Path) -> None:
     free = free_gb(tmp_path)
     checkpoint(tmp_path, 2, megabytes=1)
     assert list(watch(tmp_path, disk_warn_gb=1e-6).warnings()) == []
@@ -173,6 +173,6 @@ def test_two_checkpoints_must_find_room(tmp_path: Path) -> None:
     assert reason is not None and "GB less than trainer.watch.disk_stop_gb=" in reason
 
 
-def test_a_directory_that_is_gone_is_not_the_watchs_business(tmp_path: Path) -> None:
+def test_missing_run_directory_is_ignored(tmp_path: Path) -> None:
     gone = watch(tmp_path / "gone", disk_warn_gb=1e9, disk_stop_gb=1e9)
     assert list(gone.warnings()) == [] and gone.shortage() is None

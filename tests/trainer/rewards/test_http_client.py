@@ -13,13 +13,13 @@ class Echo(Server):
         return 200, body, 0.0
 
 
-def test_the_loopback_is_asked_without_a_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A proxy would get the token, and knows another machine by this name."""
+def test_loopback_is_reached_without_a_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A proxy would receive the token, and resolve this name to another machine."""
     for name in ("http_proxy", "https_proxy", "all_proxy"):
         monkeypatch.setenv(name, "http://127.0.0.1:1")
     for name in ("no_proxy", "NO_PROXY"):
         monkeypatch.delenv(name, raising=False)
-    proxied = urllib.request.build_opener(http_client._NoRedirect)  # the module's own has read the environment before
+    proxied = urllib.request.build_opener(http_client._NoRedirect)  # the module's own read the environment at import
     monkeypatch.setattr(http_client, "_OPENER", proxied)
     with Echo() as server, server.listening():
         url = f"http://127.0.0.1:{server.server_port}/x"
@@ -27,7 +27,7 @@ def test_the_loopback_is_asked_without_a_proxy(monkeypatch: pytest.MonkeyPatch) 
         assert connection_problem(url, 5.0) is None
     with pytest.raises(TransientError, match="Connection refused"):  # the proxy's
         post("http://rewards.invalid/x", b"[1]", token=None, timeout=5.0, timeout_key="t")
-    assert connection_problem("http://rewards.invalid/x", 5.0) is None, "the proxy alone could tell"
+    assert connection_problem("http://rewards.invalid/x", 5.0) is None, "only the proxy can resolve it"
 
 
 def test_connection_problem_reports_unreachable_servers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -35,12 +35,12 @@ def test_connection_problem_reports_unreachable_servers(monkeypatch: pytest.Monk
 
 
 def test_error_messages_contain_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Gossip(Server):
+    class LeakyServer(Server):
         def reply_to(self, n: int, body: object) -> Reply:
             return 403, b"not with\nlong-secret-1", 0.0
 
     monkeypatch.setenv("SOME_TOKEN", "long-secret-1")
-    with Gossip() as server, server.listening(), pytest.raises(RequestRefused) as error:
+    with LeakyServer() as server, server.listening(), pytest.raises(RequestRefused) as error:
         post(f"http://127.0.0.1:{server.server_port}/x", b"[1]", token="long-secret-1", timeout=5.0, timeout_key="t")
     assert str(error.value).endswith("/x: not with ***") and "\n" not in str(error.value)
     assert server.asked[0][1] == "Bearer long-secret-1"

@@ -24,7 +24,7 @@ def test_special_tokens_are_excluded_from_scored_text_and_sent_to_servers(tmp_pa
     texts = decode_responses(answers, tokenizer)
     assert texts == ["42"] == [tokenizer.decode(written, skip_special_tokens=True)]
     cut = Batch(torch.tensor([3]), {"input_ids": torch.tensor(written[:3])}, {"finished": torch.tensor([0])})
-    assert decode_responses(cut, tokenizer) == ["42"], "also of one that was cut"
+    assert decode_responses(cut, tokenizer) == ["42"], "also for a truncated response"
     prompts = [Prompt(0, (two, two), "22", "mine", "4", {}, "22")]
     whole = Batch(torch.tensor([6]), {"input_ids": torch.tensor([two, two, *written])}, {"finished": torch.tensor([1])})
     (answer,) = responses_to_score(prompts, texts, whole, tokenizer, for_servers=True)

@@ -14,7 +14,7 @@ def returning(result: Any) -> Any:
     return score_one(lambda **_: result, ANSWER)
 
 
-def test_the_function_is_called_the_way_verl_calls_it() -> None:
+def test_function_is_called_as_verl_calls_it() -> None:
     def function(data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, Any]) -> float:
         assert (data_source, solution_str, ground_truth) == ("source", "text", "truth")
         assert extra_info == {"index": 3, "finished": True}
@@ -58,7 +58,7 @@ def returning_all(results: Any) -> list[Score]:
     return list(score_all(lambda solution_strs, **_: results, ANSWERS, threads=1))
 
 
-def test_a_function_of_whole_batches_is_called_once_the_way_verl_calls_it() -> None:
+def test_batch_function_is_called_once_as_verl_calls_it() -> None:
     calls = []
 
     def function(
@@ -72,7 +72,7 @@ def test_a_function_of_whole_batches_is_called_once_the_way_verl_calls_it() -> N
     assert calls == [(["source", "other"], ["text", "words"], ["truth", None], infos)]
 
 
-def test_each_reward_of_a_batch_is_read_as_one_of_an_answer() -> None:
+def test_each_reward_of_a_batch_is_read_like_a_single_one() -> None:
     assert returning_all([{"score": 1, "acc": True}, float("nan")]) == [
         Score(1.0, {"acc": 1.0}, None),
         Score(None, {}, "the reward is nan, not a finite number"),

@@ -1,4 +1,4 @@
-"""Which groups have something to teach."""
+"""Groups with and without a learning signal."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ from workers.batch import Batch
         ([0.0, 0.0, 0.0], 3, "low"),
         ([-1.0, -1.0, -1.0], 3, "low"),
         ([1.0, 1.0, 1.0], 3, "high"),
-        ([0.1, 0.1, 0.1], 3, "high"),  # whose floating-point standard deviation is not 0
+        ([0.1, 0.1, 0.1], 3, "high"),  # its floating-point standard deviation is not 0
         ([0.0, 1.0], 3, "kept"),  # a reward failed
         ([1.0, 1.0], 3, "high"),
         ([1.0], 3, "failed"),
@@ -25,11 +25,11 @@ from workers.batch import Batch
         ([], 1, "failed"),
     ],
 )
-def test_a_group_is_kept_if_its_answers_differ(values: list[float], n: int, verdict: str) -> None:
+def test_group_is_kept_if_its_scores_differ(values: list[float], n: int, verdict: str) -> None:
     assert group_verdicts([5], [5] * len(values), values, n) == {5: verdict}
 
 
-def test_verdicts_come_in_the_order_of_the_prompts() -> None:
+def test_statuses_have_the_order_of_the_prompts() -> None:
     verdicts = group_verdicts([9, 4, 7], [4, 9, 4, 9], [0.0, 1.0, 1.0, 1.0], 2)
     assert list(verdicts.items()) == [(9, "high"), (4, "kept"), (7, "failed")]
 
@@ -43,37 +43,18 @@ def batch(extras: list[dict[str, float]]) -> Batch:
     )
 
 
-def test_metrics_by_name() -> None:
+def test_filter_metric_is_found_by_name() -> None:
     output = batch([{"acc": 1.0, "format": 0.25}, {"acc": 0.0, "format": 0.5}])
     assert metric_values(output, None) == metric_values(output, "score") == [0.0, 0.5]
     for name in ("reward", "seq_reward", "seq_final_reward"):
         assert metric_values(output, name) == [-1.0, -1.0]
     assert metric_values(output, "acc") == [1.0, 0.0] and metric_values(output, "format") == [0.25, 0.5]
-    assert metric_values(batch([{"acc": 1.0}, {}]), "acc") == [1.0, 0.5], "the score, where it is not told"
+    assert metric_values(batch([{"acc": 1.0}, {}]), "acc") == [1.0, 0.5], "the score, where the function reports no acc"
     with pytest.raises(ValueError, match=r"metric=format: .* for data source math; known: acc, score, seq_reward$"):
         metric_values(batch([{"format": 1.0}, {}]), "format")
 
 
-def test_a_tally_counts_what_happened_to_the_groups() -> None:
-    tally = Tally(FilterGroupsConfig(enable=True, metric=None, max_num_gen_batches=0), wanted=2, rounds_per_epoch=2)
-    tally.add(["low", "kept", "failed"], [0.0, 0.0, 1.0, 1.0])
-    assert not tally.is_full
-    tally.add(["high"], [1.0])
-    tally.check_another(1)
-    tally.add(["kept", "kept"], [1.0, 2.0])
-    assert tally.is_full
-    assert tally.metrics() == {
-        "training/filter_groups/rounds": 3.0,
-        "training/filter_groups/groups": 6.0,
-        "training/filter_groups/surplus": 1.0,
-        "training/filter_groups/dropped_low": 1.0,
-        "training/filter_groups/dropped_high": 1.0,
-        "training/filter_groups/dropped_failed": 1.0,
-        "training/filter_groups/metric_mean": pytest.approx(6 / 7),
-    }
-
-
-def test_only_rounds_in_a_row_count_as_a_pass_without_a_group() -> None:
+def test_only_consecutive_rounds_count_as_a_pass_without_a_group() -> None:
     tally = Tally(FilterGroupsConfig(enable=True, metric="acc", max_num_gen_batches=0), wanted=3, rounds_per_epoch=2)
     for verdict in ("low", "kept", "high", "kept", "low"):
         tally.check_another(1)

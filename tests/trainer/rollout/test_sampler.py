@@ -1,4 +1,4 @@
-"""A step's batch from a rollout and rewards that do as they are told: who is asked, who is kept, and what it is worth."""
+"""A step's batch from a simulated engine and simulated rewards: sampled prompts, kept groups, rewards."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -36,9 +36,9 @@ SAMPLING = Sampling(temperature=1.0, top_k=-1, top_p=1.0, max_tokens=8, stop_tok
 
 @dataclass
 class Engine:
-    """Writes ``length`` tokens and the stop token: greedily 1s, else a token of the seed. Keeps what it was asked.
+    """Writes ``length`` tokens and the stop token: 1s if greedy, else a token of the seed. Records its inputs.
 
-    cut: those that it writes without the stop token, by their place in a call.
+    cut: responses that are truncated, by their place in a call.
     """
 
     length: int = 2
@@ -62,7 +62,7 @@ class Engine:
 
     @property
     def uids(self) -> list[list[int]]:
-        """Which prompts were asked, call by call: a prompt's one token is its uid."""
+        """The sampled prompts, call by call: the only token of a prompt is its uid."""
         return [list(dict.fromkeys(call.tokens["input_ids"].tolist())) for call in self.asked]
 
 
@@ -91,13 +91,13 @@ class Judge:
         return scores
 
     def kind(self, answer: Response) -> str:
-        """ "a>b": a when the prompt is first asked, b later."""
+        """ "a>b": a when the prompt is first sampled, b later."""
         first, _, later = answer.ground_truth.partition(">")
         return later if later and self.calls[answer.extra_info["uid"]] > 1 else first
 
 
-class Told(list):
-    """Events."""
+class RecordedEvents(list):
+    """Events as tuples."""
 
     def add(self, step: int, kind: str, text: str) -> None:
         self.append((step, kind, text))
@@ -120,7 +120,7 @@ class Case:
     sampler: Sampler
     engine: Engine
     stream: PromptStream
-    events: Told
+    events: RecordedEvents
 
     def next_batch(self, step: int = 1) -> Batch:
         return self.sampler.next_batch(step, self.stream, Phases())
@@ -139,9 +139,9 @@ def make(
     metric: str | None = None,
     with_baselines: bool = False,
 ) -> Case:
-    """kinds: of each prompt, in the data's order. cap None: no filter. overrides: of reward.*"""
+    """kinds: kind of each prompt, in the data's order. cap None: no filter. overrides: of reward.*"""
     config = compose("ppo_trainer", PPOConfig, [f"reward.{override}" for override in overrides])
-    engine, events = Engine(), Told()
+    engine, events = Engine(), RecordedEvents()
     prompts = [Prompt(uid, (uid,), str(uid), f"source {uid % 2}", kind, {"uid": uid}, str(uid)) for uid, kind in enumerate(kinds)]
     sampler = Sampler(
         cast(Any, engine),
@@ -169,7 +169,7 @@ def counts(batch: Batch) -> dict[str, float]:
     return {name.removeprefix("training/filter_groups/"): value for name, value in batch.meta["metrics"].items()}
 
 
-def test_without_a_filter_a_step_is_one_round() -> None:
+def test_step_without_a_filter_is_one_round() -> None:
     case = make(["low", "mixed", "high", "gap"], groups=2, per_round=2, cap=None)
     first, second = case.next_batch(1), case.next_batch(2)
     assert first.rows["uid"].tolist() == [0] * 4 + [1] * 4 and first.rows["sample"].tolist() == [0, 1, 2, 3] * 2
@@ -178,10 +178,10 @@ def test_without_a_filter_a_step_is_one_round() -> None:
     assert second.meta["metrics"] == {"reward/failed": 1, "reward/failed_share": 1 / 8, "reward/timed_out_share": 0.0}
     assert first.meta["generated_tokens"] == 8 * 3 and case.stream.drawn == 2
     seeds = [seed for call in case.engine.asked for seed in call.rows["seed"].tolist()]
-    assert len(set(seeds)) == 16, "every answer is drawn anew"
+    assert len(set(seeds)) == 16, "every response has its own seed"
 
 
-def test_groups_kept_in_earlier_rounds_stay_and_the_batch_is_the_first_in_prompt_order() -> None:
+def test_batch_is_the_first_kept_groups_of_all_rounds_in_prompt_order() -> None:
     kinds = ["low", "mixed", "high", "mixed", "mixed", "low", "mixed", "mixed", "mixed", "mixed"]
     case = make(kinds, groups=4, per_round=2)
     batch = case.next_batch()
@@ -193,16 +193,16 @@ def test_groups_kept_in_earlier_rounds_stay_and_the_batch_is_the_first_in_prompt
         "surplus": 1.0, "dropped_low": 2.0, "dropped_high": 1.0,
         "dropped_failed": 0.0, "metric_mean": pytest.approx((0 + 0.5 + 1 + 0.5 + 0.5 + 0 + 0.5 + 0.5) / 8),
     }  # fmt: skip
-    assert batch.meta["generated_tokens"] == 8 * N * 3, "also of what was dropped"
+    assert batch.meta["generated_tokens"] == 8 * N * 3, "dropped groups included"
 
 
 def test_surplus_is_not_carried_over() -> None:
     case = make(["mixed"] * 8, groups=3, per_round=4)
     assert case.uids(1) == [0, 1, 2]
-    assert case.uids(2) == [4, 5, 6], "3 was asked in step 1 and is gone"
+    assert case.uids(2) == [4, 5, 6], "3 was sampled in step 1 and is not used again"
 
 
-def test_the_batch_does_not_depend_on_the_size_of_the_rounds() -> None:
+def test_batch_does_not_depend_on_the_size_of_the_rounds() -> None:
     kinds = ["low", "mixed", "high", "mixed", "mixed", "low", "mixed", "mixed", "gap", "mixed", "low", "high"]
     batches = [make(kinds, groups=4, per_round=size).next_batch() for size in (1, 2, 3, 4, 6, 12)]
     for batch in batches[1:]:
@@ -210,7 +210,7 @@ def test_the_batch_does_not_depend_on_the_size_of_the_rounds() -> None:
         assert all(torch.equal(batch.tokens[name], batches[0].tokens[name]) for name in batches[0].tokens)
 
 
-def test_a_step_is_a_function_of_the_step_and_of_where_the_stream_stands() -> None:
+def test_step_depends_only_on_its_number_and_the_position_of_the_stream() -> None:
     kinds = ["low", "mixed", "high", "mixed", "mixed", "low", "mixed", "mixed", "mixed", "low", "mixed", "low"]
     whole, resumed = make(kinds, groups=3, per_round=2), make(kinds, groups=3, per_round=2)
     whole.next_batch(1)
@@ -221,12 +221,12 @@ def test_a_step_is_a_function_of_the_step_and_of_where_the_stream_stands() -> No
         assert torch.equal(mine.tokens["input_ids"], reference.tokens["input_ids"])
 
 
-def test_seeds_of_the_first_pass_are_those_of_a_run_without_a_filter() -> None:
+def test_first_pass_has_the_seeds_of_a_run_without_a_filter() -> None:
     plain, filtered = (make(["mixed"] * 4, groups=4, per_round=4, cap=cap) for cap in (None, 0))
     assert torch.equal(plain.next_batch().tokens["input_ids"], filtered.next_batch().tokens["input_ids"])
 
 
-def test_without_a_rollback_seeds_are_what_they_always_were_and_each_gives_others() -> None:
+def test_each_rollback_gives_new_seeds() -> None:
     drawn = []
     for count in (0, 1, 2):
         case = make(["mixed"] * 4, groups=4, per_round=4, cap=None)
@@ -237,24 +237,24 @@ def test_without_a_rollback_seeds_are_what_they_always_were_and_each_gives_other
     assert len({seed for seeds in drawn for seed in seeds}) == 3 * 4 * N
 
 
-def test_in_the_next_pass_a_kept_prompt_is_not_asked_again_and_a_dropped_one_draws_anew() -> None:
+def test_next_pass_resamples_dropped_prompts_with_new_seeds_and_skips_kept_ones() -> None:
     case = make(["mixed", "low>mixed", "mixed", "low"], groups=3, per_round=4)
     batch = case.next_batch()
     assert case.engine.uids == [[0, 1, 2, 3], [1, 3]]
-    assert batch.rows["uid"].tolist() == [0] * 4 + [2] * 4 + [1] * 4, "in the order in which they were asked"
+    assert batch.rows["uid"].tolist() == [0] * 4 + [2] * 4 + [1] * 4, "in the order in which they were sampled"
     first, again = case.engine.asked
     asked_again = first.tokens["input_ids"] == 1
     assert not set(first.rows["seed"][asked_again].tolist()) & set(again.rows["seed"].tolist())
     assert counts(batch)["groups"] == 6 and counts(batch)["rounds"] == 2
 
 
-def test_a_round_whose_prompts_are_all_kept_asks_no_one() -> None:
+def test_round_of_kept_prompts_generates_nothing() -> None:
     case = make(["mixed", "mixed", "mixed", "low>mixed"], groups=4, per_round=2)
     assert case.uids() == [0, 1, 2, 3]
     assert case.engine.uids == [[0, 1], [2, 3], [3]]
 
 
-def test_the_cap_says_what_is_missing() -> None:
+def test_error_at_the_cap_reports_the_counts() -> None:
     case = make(["mixed", "low", "high", "lost", "low", "mixed"], groups=3, per_round=2, cap=2)
     with pytest.raises(ValueError) as caught:
         case.next_batch(5)
@@ -268,27 +268,27 @@ def test_the_cap_says_what_is_missing() -> None:
 
 
 @pytest.mark.parametrize("cap", [0, -1])
-def test_without_a_cap_a_pass_that_keeps_nothing_ends_the_step(cap: int) -> None:
+def test_pass_that_keeps_nothing_ends_the_step_without_a_cap(cap: int) -> None:
     case = make(["mixed", "low", "high", "low", "high", "low"], groups=2, per_round=2, cap=cap)
     with pytest.raises(ValueError, match=r"kept 1 of the 2 .* in 4 rounds, and 3 rounds, a whole pass over the data, kept none"):
         case.next_batch()
     assert case.engine.uids == [[0, 1], [2, 3], [4, 5], [1]]
 
 
-def test_a_group_is_judged_by_the_answers_that_have_a_score() -> None:
+def test_group_status_depends_only_on_responses_with_a_score() -> None:
     case = make(["gap", "lost", "failed", "mixed"], groups=2, per_round=4)
     batch = case.next_batch()
-    assert batch.rows["uid"].tolist() == [0] * 3 + [3] * 4, "of gap three answers are left, and they differ"
+    assert batch.rows["uid"].tolist() == [0] * 3 + [3] * 4, "three responses of gap remain, and they differ"
     assert counts(batch)["dropped_failed"] == 2 and counts(batch)["reward/failed"] == 1 + 3 + 4
     in_rounds = make(["gap", "lost", "failed", "mixed"], groups=2, per_round=2).next_batch()
     assert counts(in_rounds) == counts(batch) | {"rounds": 2.0}
 
 
-def test_one_answer_a_prompt_is_always_kept() -> None:
+def test_group_of_one_response_is_always_kept() -> None:
     assert make(["high", "failed", "low", "low"], groups=2, per_round=4, n=1).uids() == [0, 2]
 
 
-def test_all_rewards_failed_is_reported_in_the_first_round_and_forgiven_later() -> None:
+def test_all_failed_rewards_are_an_error_in_the_first_round_only() -> None:
     with pytest.raises(ValueError, match="all 8 rewards of the step failed; the first: KeyError: 'x'"):
         make(["failed", "failed", "mixed", "mixed"], groups=1, per_round=2).next_batch()
     with pytest.raises(ValueError, match="all 8 rewards of the step failed"):
@@ -296,14 +296,14 @@ def test_all_rewards_failed_is_reported_in_the_first_round_and_forgiven_later() 
     assert make(["mixed", "low", "failed", "failed", "mixed", "low"], groups=2, per_round=2).uids() == [0, 4]
 
 
-def test_rows_without_a_score_are_kept_aside_with_their_error_and_the_first_is_an_event() -> None:
+def test_rows_without_a_score_are_recorded_with_their_error_and_the_first_is_an_event() -> None:
     case = make(["low", "gap", "mixed", "lost"], groups=2, per_round=2, cap=None)
     case.next_batch(1)
     (aside,) = case.sampler.left_out
     assert aside.rows["uid"].tolist() == [1] and aside.objects["reward_error"] == ["KeyError: 'x' (reward.py:3)"]
     assert case.events == [(1, "reward", "1 of 8 rewards of training failed: KeyError: 'x' (reward.py:3)")]
     batch = case.next_batch(2)
-    assert [part.rows["uid"].tolist() for part in case.sampler.left_out] == [[3] * 3], "of the last step alone"
+    assert [part.rows["uid"].tolist() for part in case.sampler.left_out] == [[3] * 3], "of the last step only"
     assert batch.meta["metrics"]["reward/failed_share"] == 3 / 8 and len(case.events) == 1, "once for each kind"
 
 
@@ -315,8 +315,8 @@ def test_every_round_of_a_filter_counts_its_failures() -> None:
 
 
 @pytest.mark.parametrize("score", [None, 0.0, -1.0])
-def test_what_a_time_out_is_worth(score: float | None) -> None:
-    """By default a late answer is left out, and hanging the checker costs nothing: the rest are all right, advantage 0."""
+def test_timed_out_reward_has_the_configured_score(score: float | None) -> None:
+    """By default a late response is excluded, so a hanging scorer costs nothing: the others are all right, advantage 0."""
     case = make(["late"], f"timeout_score={'null' if score is None else score}", groups=1, per_round=1, cap=None)
     batch = case.next_batch()
     late = {"reward/failed_share": 0.5, "reward/timed_out_share": 0.5}
@@ -328,10 +328,10 @@ def test_what_a_time_out_is_worth(score: float | None) -> None:
     assert case.events == [(1, "reward", f"2 of 4 rewards of training failed: {LATE}")]
 
 
-def test_what_must_differ_is_the_metric() -> None:
+def test_filter_compares_the_configured_metric() -> None:
     kinds = ["low", "mixed", "mixed", "high"]
     assert make(kinds, groups=2, per_round=4, metric="twice").uids() == [1, 2]
-    assert make(kinds, groups=2, per_round=4, metric="acc").uids() == [1, 2], "the score, where no acc is told"
+    assert make(kinds, groups=2, per_round=4, metric="acc").uids() == [1, 2], "the score, where the function reports no acc"
     with pytest.raises(
         ValueError, match=r"metric=accuracy: the reward function reports no such number .* acc, score, seq_reward, twice"
     ):
@@ -356,8 +356,8 @@ def test_shaped_rewards_are_trained_on_and_the_score_stays() -> None:
     assert batch.objects["reward_extra"][1] == {"twice": 2.0, "overlong_reward": pytest.approx(penalty), "overlong": 1.0}
 
 
-def test_an_answer_that_was_cut_pays_at_its_own_last_token() -> None:
-    """Before clipping, beside the overlong penalty, in training alone; the score stays, and a greedy baseline pays too."""
+def test_truncated_response_is_penalized_at_its_last_token() -> None:
+    """Before clipping, added to the overlong penalty, in training only; the score stays; a greedy baseline is penalized too."""
     overrides = ("missing_eos_penalty=0.7", *OVERLONG[:4], "shaping.clip=[-0.9,2.0]")
     case = make(["mixed", "low"], *overrides, groups=2, per_round=2, cap=None)
     case.engine.cut = (1, 4)
@@ -367,20 +367,20 @@ def test_an_answer_that_was_cut_pays_at_its_own_last_token() -> None:
     assert batch.rows["score"].tolist() == [0.0, 1.0, 0.0, 1.0] + [0.0] * 4
     assert batch.lengths.tolist() == [4, 3, 4, 4, 3, 4, 4, 4]
     for row, reward in zip(batch.split_rows("token_level_scores"), batch.rows["reward"], strict=True):
-        assert row[-1] == reward and not row[:-1].any(), "at EOS, or where the answer was cut"
+        assert row[-1] == reward and not row[:-1].any(), "at EOS, or at the last token of a truncated response"
     greedy = make(["mixed"], "missing_eos_penalty=0.7", groups=1, per_round=1, cap=None, with_baselines=True)
     greedy.engine.cut = (N,)
     assert greedy.next_batch().rows["baseline"].tolist() == pytest.approx([0.5 - 0.7] * N)
 
 
-def test_running_statistics_see_the_training_batch_alone() -> None:
+def test_running_moments_include_the_training_batch_only() -> None:
     case = make(["low", "mixed", "high", "mixed"], "shaping.normalize=running", groups=2, per_round=4)
     batch = case.next_batch()
     assert case.sampler.shaping.running.state() == {"count": 8, "mean": 0.5, "squares": 2.0}
     assert batch.rows["reward"].tolist() == [-1.0, 1.0] * 4 and batch.rows["score"].tolist() == [0.0, 1.0] * 4
 
 
-def test_each_row_knows_the_reward_of_its_prompts_greedy_answer() -> None:
+def test_each_row_has_the_reward_of_its_prompts_greedy_response() -> None:
     case = make(["mixed", "high", "gap"], groups=3, per_round=3, cap=None, with_baselines=True)
     batch = case.next_batch()
     (asked,) = case.engine.asked
@@ -390,10 +390,10 @@ def test_each_row_knows_the_reward_of_its_prompts_greedy_answer() -> None:
     assert batch.rows["score"].tolist() == [0.0, 1.0, 0.0, 1.0] + [1.0] * 4 + [0.0, 0.0, 1.0]
     assert batch.meta["generated_tokens"] == 3 * (N + 1) * 3
     plain = make(["mixed", "high", "gap"], groups=3, per_round=3, cap=None).next_batch()
-    assert torch.equal(batch.tokens["input_ids"], plain.tokens["input_ids"]), "the samples are drawn as without it"
+    assert torch.equal(batch.tokens["input_ids"], plain.tokens["input_ids"]), "the samples are those without baselines"
 
 
-def test_without_a_baseline_the_prompts_answers_are_left_out() -> None:
+def test_prompt_whose_baseline_failed_is_excluded() -> None:
     batch = make(["mixed", "no baseline", "mixed"], groups=3, per_round=3, cap=None, with_baselines=True).next_batch()
     assert batch.rows["uid"].tolist() == [0] * 4 + [2] * 4 and batch.meta["metrics"]["reward/failed"] == 4
     assert batch.meta["metrics"]["reward/failed_share"] == 1 / 15, "one of fifteen that were scored, greedy ones included"
@@ -404,7 +404,7 @@ def test_without_a_baseline_the_prompts_answers_are_left_out() -> None:
         make(["no baseline"], groups=1, per_round=1, cap=None, with_baselines=True).next_batch()
 
 
-def test_a_baseline_is_shaped_as_its_prompts_rewards_are() -> None:
+def test_baseline_is_shaped_like_the_rewards_of_its_prompt() -> None:
     overrides = (*OVERLONG, "shaping.clip=[-0.3,0.5]", "shaping.normalize=group")
     batch = make(["mixed", "low"], *overrides, groups=2, per_round=2, cap=None, with_baselines=True).next_batch()
     # mixed: 0 - 0.4 and 1 - 0.4, clipped to -0.3 and 0.5: mean 0.1, spread 0.4; the greedy answer's 0.5 - 0.4 is 0.1
@@ -416,8 +416,8 @@ def test_a_baseline_is_shaped_as_its_prompts_rewards_are() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(1, 5), st.integers(0, 6), st.booleans()), min_size=1, max_size=9))
-def test_prompts_and_answers_are_joined_and_read_row_by_row(shapes: list[tuple[int, int, bool]]) -> None:
-    """As written out one row after the other."""
+def test_join_and_decode_equal_row_by_row_construction(shapes: list[tuple[int, int, bool]]) -> None:
+    """Compared with concatenating and decoding each row."""
     asked, written = (torch.tensor(lengths) for lengths in list(zip(*shapes, strict=True))[:2])
     stops = torch.tensor([int(done and length > 0) for _, length, done in shapes])
     questions = Batch(asked, {"input_ids": torch.arange(int(asked.sum()))})

@@ -1,4 +1,4 @@
-"""Whole runs, on the quick start's task, whose batches are filled in rounds and whose rewards are shaped."""
+"""Complete runs on the quick start's task, with batches filled in rounds and shaped rewards."""
 
 from pathlib import Path
 
@@ -7,7 +7,7 @@ import pytest
 
 from tests.runs import make_task, repeatable, run_ppo
 
-# Right or wrong by the length of the answer, which even a model with random weights gets both ways.
+# Right or wrong by the length of the response: a model with random weights gets both.
 REWARD = """
 def compute_score(data_source, solution_str, ground_truth, extra_info):
     right = len(solution_str) % 2
@@ -29,7 +29,7 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return task
 
 
-def test_rounds_until_the_batch_is_full_and_resumed_bitwise(task: Path, tmp_path: Path) -> None:
+def test_run_with_filtered_rounds_resumes_bitwise(task: Path, tmp_path: Path) -> None:
     def dumps(name: str) -> tuple[str, ...]:
         return (*FILTER, f"trainer.rollout_data_dir={tmp_path / name / 'rollouts'}")
 
@@ -45,8 +45,8 @@ def test_rounds_until_the_batch_is_full_and_resumed_bitwise(task: Path, tmp_path
         assert metrics["training/filter_groups/groups"] - dropped - metrics["training/filter_groups/surplus"] == 8
         assert metrics["critic/score/mean"] == 0.0 and metrics["reward/acc/mean"] == 0.5
         assert metrics["reward/overlong/mean"] > 0 > metrics["reward/overlong_reward/mean"]
-    assert len(set(seen)) == 24, "each step goes on in the data where the last one stopped"
-    assert {step["training/filter_groups/rounds"] for step in whole} != {2.0}, "some step took refills"
+    assert len(set(seen)) == 24, "each step continues in the data where the previous one stopped"
+    assert {step["training/filter_groups/rounds"] for step in whole} != {2.0}, "a step must have more rounds"
 
     run_ppo(task, tmp_path / "broken", *dumps("broken"), "trainer.total_training_steps=1")
     assert repeatable(run_ppo(task, tmp_path / "broken", *dumps("broken"))) == repeatable(whole)

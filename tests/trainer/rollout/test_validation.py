@@ -1,4 +1,4 @@
-"""Validation on answers that are given."""
+"""Validation on given responses."""
 
 from typing import Any, cast
 
@@ -12,7 +12,7 @@ EXTRA: list[dict[str, float]] = [{"acc": 1.0, "format": 0.5}, {"acc": 0.0, "form
 
 
 class Answers:
-    """An answer to each prompt; the last prompt's reward fails."""
+    """One response to each prompt; the last prompt's reward fails."""
 
     def __init__(self) -> None:
         self.asked: list[list[int]] = []
@@ -39,7 +39,7 @@ class Log:
         assert [sample["reward_error"] for sample in samples] == [None, None, "late"]
 
 
-def test_what_the_reward_function_reports_is_measured_and_failed_rewards_are_left_out() -> None:
+def test_validation_measures_reported_numbers_and_excludes_failed_rewards() -> None:
     sampler = Answers()
     sampling = Sampling(temperature=0.0, top_k=-1, top_p=1.0, max_tokens=4, stop_token_ids=())
     data: Any = [0, 1, 2]

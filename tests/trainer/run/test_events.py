@@ -6,7 +6,7 @@ from trainer.run.events import Events
 from trainer.run.run_dir import EVENTS, read_lines
 
 
-def test_an_event_is_a_line_in_the_file_and_on_the_console(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_event_is_a_line_in_the_file_and_on_the_console(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     events = Events(tmp_path / "run")
     events.add(3, "alarm", "KL of 7\nis above 2")
     events.add(4, "restart", "rank 1 died")
@@ -15,7 +15,7 @@ def test_an_event_is_a_line_in_the_file_and_on_the_console(tmp_path: Path, capsy
     assert capsys.readouterr().err == "alarm: step 3: KL of 7 is above 2\nrestart: step 4: rank 1 died\n"
 
 
-def test_an_event_reports_no_secret(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_event_contains_no_secret(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("STORE_TOKEN", "s3cret-s3cret")
     Events(tmp_path).add(1, "copy", "http://me:pw@host/x refused s3cret-s3cret")
     assert read_lines(tmp_path / EVENTS)[0]["text"] == "http://***@host/x refused ***"

@@ -23,7 +23,7 @@ from trainer.run.run_dir import (
 
 
 def lay_out(run_dir: Path, steps: int, checkpoints: list[int]) -> None:
-    """What a run leaves behind."""
+    """Write the files of a run."""
     run_dir.mkdir(exist_ok=True)
     for name in ("metrics.jsonl", "samples.jsonl", "timeline.jsonl"):
         (run_dir / name).write_text("".join(json_line({GLOBAL_STEP: step, "loss": step / 3}) for step in range(1, steps + 1)))
@@ -48,8 +48,8 @@ def test_floats_read_back_equal_bitwise(value: float) -> None:
     assert math.isnan(value) and math.isnan(read) if math.isnan(value) else struct.pack("d", read) == struct.pack("d", value)
 
 
-def test_lines_that_a_full_disk_did_not_take_are_written_later(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The kernel's own limit on a file's size cuts a line in its middle, as a full disk does."""
+def test_lines_that_failed_on_a_full_disk_are_written_later(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The kernel's limit on a file's size cuts a line in the middle, as a full disk does."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     lines = LineWriter(tmp_path / "lines")
     lines.write('{"a": 1}\n')
@@ -64,24 +64,24 @@ def test_lines_that_a_full_disk_did_not_take_are_written_later(tmp_path: Path, c
     assert capsys.readouterr().err.count("File too large; what is not written waits for room") == 1
 
 
-def test_a_torn_last_line_is_left_out(tmp_path: Path) -> None:
+def test_torn_last_line_is_ignored(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"training/global_step": 1, "x": "NaN"}\n{"training/global_step": 2, "x"')
     (entry,) = read_metrics(tmp_path)
     assert entry[GLOBAL_STEP] == 1 and math.isnan(entry["x"])
 
 
-def test_a_line_without_its_end_is_torn_even_if_it_reads_well(tmp_path: Path) -> None:
+def test_last_line_without_newline_is_torn_even_if_valid(tmp_path: Path) -> None:
     (tmp_path / "lines").write_text('{"a": 1}\n{"a": 2}')
     assert read_lines(tmp_path / "lines") == [{"a": 1}]
 
 
-def test_a_spoiled_line_in_the_middle_is_named(tmp_path: Path) -> None:
+def test_invalid_line_in_the_middle_is_reported(tmp_path: Path) -> None:
     (tmp_path / "lines").write_text('{"a": 1}\n{"a":\n{"a": 3}\n')
     with pytest.raises(ValueError, match="line 2 is not JSON"):
         read_lines(tmp_path / "lines")
 
 
-def test_resume_cuts_all_that_is_past_the_step(tmp_path: Path) -> None:
+def test_resume_truncates_everything_after_the_step(tmp_path: Path) -> None:
     lay_out(tmp_path, steps=7, checkpoints=[2, 4])
     kept = (tmp_path / "metrics.jsonl").read_bytes().splitlines(keepends=True)[:4]
     with (tmp_path / "metrics.jsonl").open("a") as file:
@@ -96,7 +96,7 @@ def test_resume_cuts_all_that_is_past_the_step(tmp_path: Path) -> None:
     assert "earlier_1" not in names(tmp_path)
 
 
-def test_rollouts_elsewhere_are_cut_too(tmp_path: Path) -> None:
+def test_resume_truncates_rollouts_in_another_directory(tmp_path: Path) -> None:
     lay_out(tmp_path / "run", steps=3, checkpoints=[2])
     (tmp_path / "dumps").mkdir()
     for name in ("step_2.parquet", "step_3.parquet", "step_notes.parquet", "other.txt"):
@@ -105,7 +105,7 @@ def test_rollouts_elsewhere_are_cut_too(tmp_path: Path) -> None:
     assert names(tmp_path / "dumps") == {"step_2.parquet", "step_notes.parquet", "other.txt"}
 
 
-def test_going_back_sets_the_later_checkpoints_aside(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_resume_from_an_earlier_step_moves_later_checkpoints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lay_out(tmp_path, steps=7, checkpoints=[2, 4, 6])
     start_run(tmp_path, 2, None)
     assert names(tmp_path / "earlier_1") == {"global_step_4", "global_step_6"}
@@ -117,7 +117,7 @@ def dumps_of(*steps: int) -> set[str]:
     return {f"step_{step}.{kind}" for step in steps for kind in ("parquet", "safetensors")}
 
 
-def test_a_branch_that_is_left_is_kept_in_one_place(tmp_path: Path) -> None:
+def test_abandoned_steps_are_moved_into_one_directory(tmp_path: Path) -> None:
     run, dumps = tmp_path / "run", tmp_path / "dumps"
     lay_out(run, steps=7, checkpoints=[2, 4, 6])
     dumps.mkdir()
@@ -142,7 +142,7 @@ def test_a_branch_that_is_left_is_kept_in_one_place(tmp_path: Path) -> None:
     assert go_back(run, 2, dumps).name == "earlier_2" and names(dumps) == {"step_2.parquet"}
 
 
-def test_a_new_run_sets_the_old_one_aside_and_deletes_nothing(tmp_path: Path) -> None:
+def test_new_run_moves_the_old_one_and_deletes_nothing(tmp_path: Path) -> None:
     lay_out(tmp_path, steps=3, checkpoints=[2])
     start_run(tmp_path, None, None)
     assert names(tmp_path) == {"earlier_1", "logs"}
@@ -152,7 +152,7 @@ def test_a_new_run_sets_the_old_one_aside_and_deletes_nothing(tmp_path: Path) ->
     assert names(tmp_path) == {"earlier_1", "earlier_2", "logs"}
 
 
-def test_a_run_that_starts_again_by_itself_keeps_its_events(tmp_path: Path) -> None:
+def test_automatic_restart_keeps_the_events(tmp_path: Path) -> None:
     for resume_step in (None, 40):
         run_dir = tmp_path / str(resume_step)
         lay_out(run_dir, steps=3, checkpoints=[2])
@@ -161,7 +161,7 @@ def test_a_run_that_starts_again_by_itself_keeps_its_events(tmp_path: Path) -> N
         assert names(run_dir) == {"earlier_1", "logs", "events.jsonl"}
 
 
-def test_a_checkpoint_of_another_run_starts_this_directory_anew(tmp_path: Path) -> None:
+def test_checkpoint_of_another_run_starts_a_new_run(tmp_path: Path) -> None:
     lay_out(tmp_path, steps=3, checkpoints=[2])
     start_run(tmp_path, 40, None)
     assert names(tmp_path) == {"earlier_1", "logs"}

@@ -1,4 +1,4 @@
-"""A second program does not start in a directory that another one writes into."""
+"""A second program does not start in a directory that another one writes to."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,8 +20,8 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_task(tmp_path_factory.mktemp("sort_digits"), train_size=16, test_size=8, sft_size=16)
 
 
-def test_a_second_start_leaves_a_run_alone(task: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """It would remove the checkpoint that the first one is writing, and move its metrics away."""
+def test_second_start_does_not_touch_a_running_run(task: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It would remove the checkpoint that the first one is writing, and move its metrics."""
     run_dir = tmp_path / "run"
     words = ppo_arguments(task, run_dir)
     half = run_dir / "global_step_9.incomplete"
@@ -35,10 +35,10 @@ def test_a_second_start_leaves_a_run_alone(task: Path, tmp_path: Path, capsys: p
     assert half.exists() and len(metrics_of(run_dir)) == 2 and not list(run_dir.glob("earlier_*"))
     reported = [line for line in capsys.readouterr().err.splitlines() if IN_USE in line]
     assert len(reported) == 2 and reported[0].startswith(f"error: trainer.default_local_dir={run_dir}: {IN_USE}")
-    assert main_ppo.PROGRAM(words) == 0, "it has ended"
+    assert main_ppo.PROGRAM(words) == 0, "the first run has ended"
 
 
-def test_no_program_writes_where_another_one_does(task: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_program_writes_to_a_directory_in_use(task: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     here = ["trainer.device=cpu", "trainer.backend=local", "trainer.n_gpus_per_node=1"]
     model, sft = f"model.path={task}/base", f"data.train_files={task}/sft.parquet"
     pairs = f"data.train_files={task}/preferences.parquet"
@@ -61,8 +61,8 @@ def test_no_program_writes_where_another_one_does(task: Path, tmp_path: Path, ca
         assert [path.name for path in directory.iterdir()] == [LOCK], name
 
 
-def test_a_second_export_leaves_the_first_alone(task: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """What a killed one left is no obstacle, and no part of the result."""
+def test_second_export_does_not_touch_the_first(task: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Files of a killed export are no obstacle, and not part of the result."""
     assert main_ppo.PROGRAM(ppo_arguments(task, tmp_path / "run", "trainer.total_training_steps=1", "trainer.save_freq=1")) == 0
     words = [f"checkpoint={tmp_path}/run", f"output={tmp_path}/model"]
     half = tmp_path / "model.incomplete"
@@ -75,7 +75,7 @@ def test_a_second_export_leaves_the_first_alone(task: Path, tmp_path: Path, caps
     assert not {LOCK, "old"} & {path.name for path in (tmp_path / "model").iterdir()}
 
 
-def test_a_second_sweep_leaves_the_first_ones_results_alone(
+def test_second_sweep_does_not_touch_the_results_of_the_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -87,4 +87,4 @@ def test_a_second_sweep_leaves_the_first_ones_results_alone(
     assert capsys.readouterr().err.splitlines()[-1].startswith(f"error: trainer.default_local_dir=x: {IN_USE}")
     assert sorted(path.name for path in Path("x/points").iterdir()) == ["0.json", "1.json"]
     assert Path("x/0/starts").read_text() == starts
-    assert PROGRAM(words) == 0, "it has ended"
+    assert PROGRAM(words) == 0, "the first sweep has ended"

@@ -1,4 +1,4 @@
-"""What a run directory tells of its run: whether it is the one that is asked for, how it ended, what it reached."""
+"""Status of a run directory: whether it has the requested configuration, how the run ended, what it reached."""
 
 from copy import deepcopy
 from pathlib import Path
@@ -23,11 +23,11 @@ def with_key(key: str, value: Any) -> dict[str, Any]:
     return config
 
 
-def test_how_it_ended(tmp_path: Path) -> None:
-    assert earlier_outcome(tmp_path, CONFIG) is None, "it has not begun"
+def test_outcome_of_new_interrupted_and_failed_runs(tmp_path: Path) -> None:
+    assert earlier_outcome(tmp_path, CONFIG) is None, "the run has not begun"
     write_config(tmp_path, CONFIG)
     assert "hidden" not in (tmp_path / "config.yaml").read_text()
-    assert earlier_outcome(tmp_path, CONFIG) == Outcome("interrupted", 0.0), "it was killed"
+    assert earlier_outcome(tmp_path, CONFIG) == Outcome("interrupted", 0.0), "the run was killed"
     write_outcome(tmp_path, "failed", 1.23456)
     assert earlier_outcome(tmp_path, CONFIG) == Outcome("failed", 1.235)
 
@@ -39,7 +39,7 @@ def test_how_it_ended(tmp_path: Path) -> None:
         "trainer.logger", "trainer.objective", "trainer.dry_run", "trainer.full_traceback", "timeouts.step", "ray_kwargs.a.b",
     ],
 )  # fmt: skip
-def test_how_a_run_is_started_and_watched_may_change(key: str, tmp_path: Path) -> None:
+def test_keys_without_effect_on_the_result_may_change(key: str, tmp_path: Path) -> None:
     write_config(tmp_path, with_key(key, "old"))
     assert earlier_outcome(tmp_path, with_key(key, "new")) == earlier_outcome(tmp_path, CONFIG) == Outcome("interrupted", 0.0)
 
@@ -52,7 +52,7 @@ def test_how_a_run_is_started_and_watched_may_change(key: str, tmp_path: Path) -
         (CONFIG, with_key("trainer.objectives", 1), "holds a run with trainer.objectives=(not set), not 1: "),
     ],
 )
-def test_another_run_is_reported_by_its_first_key(
+def test_other_configuration_is_reported_by_its_first_key(
     before: dict[str, Any], now: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     write_config(tmp_path, before)
@@ -63,7 +63,7 @@ def test_another_run_is_reported_by_its_first_key(
 
 
 def ended(run_dir: Path) -> Path:
-    """The directory of a run with CONFIG that came to its end."""
+    """The directory of a finished run with CONFIG."""
     write_config(run_dir, CONFIG)
     (run_dir / METRICS).write_text("".join(json_line({GLOBAL_STEP: step}) for step in (1, 2, 3)))
     for step in (2, 3):
@@ -86,13 +86,13 @@ def ended(run_dir: Path) -> Path:
     ],
     ids=["another", "failed", "killed", "nothing saved", "gone back to", "removed", "not begun"],
 )
-def test_of_a_run_that_has_ended_nothing_is_left(otherwise: Any, tmp_path: Path) -> None:
+def test_only_a_finished_run_with_its_last_checkpoint_has_ended(otherwise: Any, tmp_path: Path) -> None:
     assert ended_with(ended(tmp_path), CONFIG) == 3
     otherwise(tmp_path)
     assert ended_with(tmp_path, CONFIG) is None
 
 
-def test_the_last_value_of_each_metric_counts(tmp_path: Path) -> None:
+def test_last_value_of_each_metric_counts(tmp_path: Path) -> None:
     (tmp_path / METRICS).write_text("".join(map(json_line, [{"a": 1.0, "b": 2.0}, {"a": 3.0}])))
     assert last_metrics(tmp_path) == {"a": 3.0, "b": 2.0}
     assert (objective_of(tmp_path, "a"), objective_of(tmp_path, "-b")) == (3.0, -2.0)

@@ -13,11 +13,11 @@ def other(x):
 """
 
 
-def test_a_function_of_a_file(tmp_path: Path) -> None:
+def test_function_is_loaded_from_a_file_once(tmp_path: Path) -> None:
     (tmp_path / "my.py").write_text(FILE)
     mine = load_function(str(tmp_path / "my.py"), "mine", "some.key")
     assert mine(1) == 2
-    assert load_function(str(tmp_path / "my.py"), "mine", "some.key") is mine, "a file is run once a process"
+    assert load_function(str(tmp_path / "my.py"), "mine", "some.key") is mine, "a file is executed once per process"
 
 
 @pytest.mark.parametrize(
@@ -35,15 +35,15 @@ def test_a_function_of_a_file(tmp_path: Path) -> None:
         ("def mine(:", "my.py", "mine", r"some\.key: my\.py does not load: SyntaxError"),
     ],
 )
-def test_what_is_wrong_is_one_line(tmp_path: Path, text: str, path: str, name: str, output: str) -> None:
+def test_invalid_function_is_a_one_line_error(tmp_path: Path, text: str, path: str, name: str, output: str) -> None:
     (tmp_path / "my.py").write_text(text)
     with pytest.raises(ValueError, match=output) as caught:
         load_function(str(tmp_path / path), name, "some.key")
     assert "\n" not in str(caught.value)
 
 
-def test_an_error_is_reported_with_the_users_own_line(tmp_path: Path) -> None:
-    """Not with that of the library which the user's line has called."""
+def test_error_names_the_users_own_line(tmp_path: Path) -> None:
+    """Not the line of the library that the user's line called."""
     (tmp_path / "deep.py").write_text(
         "import json\n\ndef read(text):\n    return json.loads(text)\n\ndef mine(x):\n    return read(x)\n"
     )
@@ -61,13 +61,13 @@ def test_an_error_is_reported_with_the_users_own_line(tmp_path: Path) -> None:
         ("\0", "my.py does not load: "),
     ],
 )
-def test_what_can_be_checked_without_running_the_file(tmp_path: Path, text: str, output: str) -> None:
+def test_function_is_checked_without_executing_the_file(tmp_path: Path, text: str, output: str) -> None:
     (tmp_path / "my.py").write_text(text)
     with pytest.raises(ValueError) as caught:
         check_source(str(tmp_path / "my.py"), "compute_score", "some.key")
     assert str(caught.value).startswith(f"some.key: {output}")
 
 
-def test_a_function_may_come_from_elsewhere(tmp_path: Path) -> None:
+def test_imported_function_is_accepted(tmp_path: Path) -> None:
     (tmp_path / "my.py").write_text("from mine import *\n")
     check_source(str(tmp_path / "my.py"), "compute_score", "some.key")

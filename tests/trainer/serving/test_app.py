@@ -1,4 +1,4 @@
-"""Who may ask, how much, and what comes back, over a real socket."""
+"""Authorization, limits and replies of the reward server, over a real socket."""
 
 import http.client
 import json
@@ -37,7 +37,7 @@ def request(url: str, body: Any = None, headers: dict[str, str] = JSON, *, metho
 NO_ERROR = {"errors": [None], "timed_out": [False]}
 
 
-def test_a_client_of_openrlhf() -> None:
+def test_openrlhf_client_gets_rewards() -> None:
     with serving("reward.scorer=gsm8k") as url:
         status, reply = request(url, ONE)
         assert status == 200 and reply == {"rewards": [1.0], "scores": [1.0], "extra_logs": {}, **NO_ERROR}
@@ -50,7 +50,7 @@ def test_a_client_of_openrlhf() -> None:
 
 @pytest.fixture(scope="module")
 def small() -> Iterator[str]:
-    """A server with a scorer for each data source, that takes 64 KB."""
+    """A server with a scorer for each data source, with a limit of 64 KB."""
     with serving("server.max_request_mb=0.0625") as url:
         yield url
 
@@ -68,15 +68,13 @@ def small() -> Iterator[str]:
         ({"query": ["x" * 70_000]}, JSON, 413, "larger than server.max_request_mb=0.0625; send fewer answers"),
     ],
 )
-def test_what_cannot_be_scored_is_reported_in_a_line(
-    small: str, body: Any, headers: dict[str, str], status: int, output: str
-) -> None:
+def test_invalid_request_is_a_one_line_error(small: str, body: Any, headers: dict[str, str], status: int, output: str) -> None:
     found, reply = request(small, body, headers)
     assert found == status and output in reply["detail"] and "\n" not in reply["detail"]
 
 
-def test_a_large_request_that_does_not_say_so_is_stopped(small: str) -> None:
-    """In chunks, without a length."""
+def test_large_request_without_a_length_is_stopped(small: str) -> None:
+    """Sent in chunks."""
     parts = urlsplit(small)
     connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=10)
     connection.request("POST", parts.path, (b" " * 1024 for _ in range(80)), JSON, encode_chunked=True)
@@ -84,8 +82,8 @@ def test_a_large_request_that_does_not_say_so_is_stopped(small: str) -> None:
     connection.close()
 
 
-def test_who_hangs_up_in_the_middle_leaves_no_trace(capfd: pytest.CaptureFixture[str]) -> None:
-    """As a trainer does that is killed, before it has sent all, and while it waits."""
+def test_client_that_disconnects_causes_no_output(capfd: pytest.CaptureFixture[str]) -> None:
+    """Like a trainer that is killed: before the request is complete, and while it waits."""
     there = threading.Event()
 
     def score(answers: Sequence[Response]) -> list[Score]:
@@ -108,7 +106,7 @@ def test_who_hangs_up_in_the_middle_leaves_no_trace(capfd: pytest.CaptureFixture
     assert capfd.readouterr().err == ""
 
 
-def test_who_has_no_token_gets_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_request_without_the_token_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("REWARD_SERVER_TOKEN", "correct-horse")
     with serving("reward.scorer=gsm8k") as url:
         for headers in (JSON, JSON | {"Authorization": "Bearer wrong-horse"}, JSON | {"Authorization": "Basic correct-horse"}):
@@ -125,7 +123,7 @@ def test_who_has_no_token_gets_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_remote_scores_are_the_local_ones_bitwise(tmp_path: Any) -> None:
-    """Numbers, further numbers, failures, and what the function is told."""
+    """Scores, additional numbers, failures, and the function's arguments."""
     function = tmp_path / "mine.py"
     function.write_text("""
 def compute_score(data_source, solution_str, ground_truth, extra_info):
@@ -144,7 +142,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
     assert len(local[0].extra) == 3
 
 
-def test_requests_that_come_together_are_scored_together() -> None:
+def test_concurrent_requests_are_scored_together() -> None:
     sizes: list[int] = []
 
     def score(answers: Sequence[Response]) -> list[Score]:
@@ -159,7 +157,7 @@ def test_requests_that_come_together_are_scored_together() -> None:
     assert sum(sizes) == 32 and max(sizes) <= 16 and len(sizes) < 8, "16 requests"
 
 
-def test_too_many_requests_are_asked_to_retry() -> None:
+def test_too_many_requests_get_a_retry_status() -> None:
     there = threading.Event()
 
     def score(answers: Sequence[Response]) -> list[Score]:

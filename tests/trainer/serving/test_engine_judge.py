@@ -1,4 +1,4 @@
-"""A language model on the embedded engine judges answers."""
+"""A language model on the embedded engine as judge."""
 
 from contextlib import ExitStack
 from dataclasses import asdict
@@ -22,7 +22,7 @@ REPLY = "Score:1"
 
 
 def make_judge(path: Path, *, reply: str | None = None) -> str:
-    """Random weights; with ``reply`` (letters that differ) such that the next token depends on the last alone, and says this."""
+    """Random weights; with ``reply`` (different letters) the next token depends on the last one only, and the model writes it."""
     tiny_model.main([f"--save_dir={path}", "--bytes", "--no-tie_word_embeddings"])
     tokenizer = AutoTokenizer.from_pretrained(path)
     tokenizer.chat_template = CHAT
@@ -60,7 +60,7 @@ def answer(text: str, prompt: str = "", **extra: str) -> Response:
     return Response("", text, None, extra, True, prompt)
 
 
-def test_the_score_that_it_writes_is_the_answers(tmp_path: Path) -> None:
+def test_score_in_the_reply_is_the_score_of_the_response(tmp_path: Path) -> None:
     path = make_judge(tmp_path / "judge", reply=REPLY)
     with ExitStack() as stack:
         score = opened(path, tmp_path, stack, "reward.judge.max_score=4")
@@ -70,8 +70,8 @@ def test_the_score_that_it_writes_is_the_answers(tmp_path: Path) -> None:
 
 
 @torch.no_grad()
-def test_it_reads_the_prompt_with_the_question_and_the_answer_in_it(tmp_path: Path) -> None:
-    """What it says is what transformers makes of that prompt, token by token; and as it is no score, the reward has failed."""
+def test_judge_reads_the_prompt_with_question_and_response(tmp_path: Path) -> None:
+    """The reply equals that of transformers token by token; as it contains no score, the reward has failed."""
     path = make_judge(tmp_path / "judge")
     model, tokenizer = AutoModelForCausalLM.from_pretrained(path).eval(), AutoTokenizer.from_pretrained(path)
     plain = []
@@ -85,11 +85,11 @@ def test_it_reads_the_prompt_with_the_question_and_the_answer_in_it(tmp_path: Pa
         score = opened(path, tmp_path, stack)
         asked = [answer("2", "not this", question="1+1"), answer("3", "of the prompt")]
         found = score(asked)
-        assert score(asked[:1]) == found[:1], "asked again, alone: the same reply"
+        assert score(asked[:1]) == found[:1], "a single repeated request has the same reply"
     assert found == [Score(None, {}, f"JudgeError: the judge's reply has no `Score: X`: {reply!r}") for reply in plain]
 
 
-def test_drawn_replies_are_seeded_by_what_is_asked(tmp_path: Path) -> None:
+def test_seed_of_a_sampled_reply_depends_on_the_request(tmp_path: Path) -> None:
     with ExitStack() as stack:
         score = opened(make_judge(tmp_path / "judge"), tmp_path, stack, "reward.judge.temperature=1")
         one, two = score([answer("2", "1+1"), answer("3", "1+1")])
@@ -116,7 +116,7 @@ def test_drawn_replies_are_seeded_by_what_is_asked(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_what_does_not_go_together_is_reported(override: str, output: str) -> None:
+def test_incompatible_keys_are_refused(override: str, output: str) -> None:
     with pytest.raises(ConfigError) as caught:
         check_serve_reward(serve_config(*words("x"), override))
     assert str(caught.value).startswith(output)

@@ -16,7 +16,7 @@ def answers(n: int) -> list[Response]:
 
 
 def asked(queue: RequestQueue, *sizes: int) -> tuple[Thread, list[Any]]:
-    """Requests of so many answers, in a thread with an event loop. Their results or errors come into the list."""
+    """Requests of ``sizes`` responses, in a thread with an event loop. Their results or errors are appended to the list."""
     results: list[Any] = []
 
     async def all_of_them() -> None:
@@ -33,7 +33,7 @@ def all_wait(queue: RequestQueue, n: int) -> None:
 
 
 def all_taken(queue: RequestQueue, n: int) -> list[list[int]]:
-    """Sizes of n requests, as they are taken together, when all of them wait."""
+    """Sizes of n requests, grouped as they are taken when all of them wait."""
     all_wait(queue, n)
     sizes: list[list[int]] = []
     while sum(map(len, sizes)) < n:
@@ -44,7 +44,7 @@ def all_taken(queue: RequestQueue, n: int) -> list[list[int]]:
     return sizes
 
 
-def test_what_waits_together_is_taken_together_up_to_the_batch_size() -> None:
+def test_waiting_requests_are_taken_together_up_to_the_batch_size() -> None:
     queue = RequestQueue(batch_size=8)
     thread, results = asked(queue, 3, 5, 1, 20, 2)
     assert all_taken(queue, 5) == [[3, 5], [1], [20], [2]]
@@ -53,7 +53,7 @@ def test_what_waits_together_is_taken_together_up_to_the_batch_size() -> None:
     assert queue.take(0.01) == []
 
 
-def test_waiting_requests_learn_that_the_queue_closes() -> None:
+def test_waiting_requests_fail_when_the_queue_closes() -> None:
     queue = RequestQueue(batch_size=4)
     thread, results = asked(queue, 3, 3, 3)
     all_wait(queue, 3)

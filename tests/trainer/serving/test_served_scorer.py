@@ -1,4 +1,4 @@
-"""A reward model behind a server gives what transformers gives, a conversation at a time."""
+"""A reward model behind a server gives the scores of transformers, one conversation at a time."""
 
 from pathlib import Path
 
@@ -20,7 +20,7 @@ ANSWERS = [
     Response("", "five, I gue", None, {}, False, "template of the policy: ", "", USER),
     Response("", "4", None, {}, True, "2 + 2 = ", "4</s>", "2 + 2 = "),  # a plain text
     Response("", "four", None, {}, True, "<user>2 + 2?<eos>\n<assistant>", "four<eos>"),  # as OpenRLHF sends it
-    Response("", "x", None, {}, True, messages=[{"content": "nobody says this"}]),
+    Response("", "x", None, {}, True, messages=[{"content": "no role"}]),
     Response("", "", None, {}, True),
 ]
 
@@ -39,13 +39,13 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def scores(url: str, answers: list[Response] = ANSWERS) -> list[float | str]:
-    """Or why there is none."""
+    """Scores, or error messages."""
     found = RemoteRewards([url], reward_config(remote={"batch_size": 4}).remote).score(answers)
     return [score.value if score.value is not None else str(score.error) for score in found]
 
 
 def by_hand(path: str) -> torch.Tensor:
-    """Of the first four."""
+    """Expected scores of the first four."""
     tokenizer = tokenizer_of(path)
     texts = [
         "<user>2 + 2?<eos>\n<assistant>four<eos>",
@@ -56,7 +56,7 @@ def by_hand(path: str) -> torch.Tensor:
     return plain_scores(path, [torch.tensor(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in texts])
 
 
-def test_scores_are_transformers_own(path: str) -> None:
+def test_scores_equal_transformers(path: str) -> None:
     with serving(f"model.path={path}") as url:
         found = scores(url)
     assert found[:4] == pytest.approx(by_hand(path).tolist(), abs=1e-5)
@@ -64,8 +64,8 @@ def test_scores_are_transformers_own(path: str) -> None:
     assert isinstance(found[4], str) and "role" in found[4] and found[5] == "there is no token to score"
 
 
-def test_tokens_of_its_own_tokenizer_are_read_as_they_are(path: str) -> None:
-    """A sampled answer may be spelt in tokens that the tokenizer would not choose."""
+def test_tokens_of_the_same_tokenizer_are_not_reencoded(path: str) -> None:
+    """A sampled response may consist of tokens that the tokenizer would not choose."""
     words, row = tokenizer_fingerprint(tokenizer_of(path)), [40, 41, 42]
     own, foreign = [ANSWERS[0]._replace(ids=row, tokenizer_id=words) for words in (words, "of another")]
     broken = [own._replace(ids=ids) for ids in ([40, -1], [[40]], ["x"], [40, 9999])]
@@ -76,12 +76,12 @@ def test_tokens_of_its_own_tokenizer_are_read_as_they_are(path: str) -> None:
     assert all(isinstance(why, str) for why in found[4:]) and "9999" in str(found[5])
 
 
-def test_they_are_normalised_by_the_statistics_next_to_the_model(path: str) -> None:
+def test_scores_are_normalized_by_the_statistics_of_the_model_directory(path: str) -> None:
     with serving(f"model.path={path}", "model.normalize=stored") as url:
         assert scores(url, ANSWERS[:4]) == pytest.approx(((by_hand(path) - 0.25) / 0.5).tolist(), abs=1e-5)
 
 
-def test_a_conversation_that_is_too_long_fails_alone_or_is_cut(path: str) -> None:
+def test_too_long_conversation_fails_alone_or_is_truncated(path: str) -> None:
     longer = [Response("", "four", None, {}, True, messages="x" * 300), ANSWERS[0]]
     with serving(f"model.path={path}", "model.max_length=128") as url:
         output, other = scores(url, longer)
@@ -106,7 +106,7 @@ def test_a_conversation_that_is_too_long_fails_alone_or_is_cut(path: str) -> Non
         (["model.path={base}"], r"model: model\.path=\S+: .* has no score head"),
     ],
 )
-def test_what_is_wrong_is_one_line(
+def test_invalid_configuration_is_a_one_line_error(
     overrides: list[str], line: str, path: str, base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["server.port=0", "trainer.device=cpu", f"trainer.default_local_dir={tmp_path}/run"]

@@ -1,4 +1,4 @@
-"""Before any process starts."""
+"""Checks before any process starts."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from tests.tiny import save_tiny_model
 from trainer.supervised import supervised_builder
 
 
-def test_the_engine_is_asked_whether_it_can_hold_the_model(tmp_path: Path) -> None:
+def test_model_that_the_engine_cannot_hold_is_refused(tmp_path: Path) -> None:
     overrides = ["engine.strategy=megatron", "model.override_config.hidden_act=gelu", f"trainer.default_local_dir={tmp_path}/run"]
     config = compose("sft_trainer", SFTConfig, [f"model.path={save_tiny_model(tmp_path / 'model')}", *overrides])
     with pytest.raises(ValueError, match=r"^engine: strategy=megatron has the activation silu"):

@@ -1,4 +1,4 @@
-"""The supervised loop saves and goes on as PPO's does."""
+"""The supervised loop saves and resumes like the PPO loop."""
 
 from pathlib import Path
 
@@ -26,7 +26,7 @@ def run(task: Path, run_dir: Path, *overrides: str) -> list[dict[str, float]]:
     return metrics_of(run_dir)
 
 
-def test_saved_in_the_background_resumed_and_exported(task: Path, tmp_path: Path) -> None:
+def test_background_saves_are_resumed_and_exported(task: Path, tmp_path: Path) -> None:
     overrides = ("trainer.checkpoint.async_save=true", "trainer.best_metric=-val/loss", "trainer.max_ckpt_to_keep=1")
     whole = run(task, tmp_path / "whole", "trainer.total_training_steps=4", f"trainer.export_dir={tmp_path}/exported")
     run(task, tmp_path / "broken", *overrides, "trainer.total_training_steps=2")
@@ -39,9 +39,7 @@ def test_saved_in_the_background_resumed_and_exported(task: Path, tmp_path: Path
     assert all((one == other).all() for one, other in zip(*(model.parameters() for model in models), strict=True))
 
 
-def test_a_rate_that_jumps_when_a_run_gets_longer_is_reported_with_the_arithmetic(
-    task: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_jump_of_the_rate_in_an_extended_run_is_reported(task: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     cosine = ("optim.lr_scheduler_type=cosine", "optim.lr=1e-4", "optim.lr_warmup_steps=0")
     run(task, tmp_path, *cosine, "trainer.total_training_steps=2")
     assert "learning rate" not in capsys.readouterr().err

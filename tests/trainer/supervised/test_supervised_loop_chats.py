@@ -1,4 +1,4 @@
-"""Whole runs on conversations of several turns."""
+"""Complete runs on conversations of several turns."""
 
 from pathlib import Path
 
@@ -18,7 +18,7 @@ TEMPLATE = (
 
 @pytest.fixture(scope="module")
 def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Each conversation asks twice which digit comes next. folder/{train,test}.parquet, folder/model."""
+    """In each conversation the user asks twice for the next digit. folder/{train,test}.parquet, folder/model."""
     folder = tmp_path_factory.mktemp("chats")
     tiny_model.main([f"--save_dir={folder / 'model'}", "--alphabet=0123456789ua"])
     (folder / "model/chat_template.jinja").write_text(TEMPLATE)
@@ -49,12 +49,12 @@ def plain(task: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str
     return run(task, tmp_path_factory.mktemp("plain"), "trainer.total_training_steps=40", "trainer.save_freq=40")
 
 
-def test_answers_are_learnt_and_questions_are_not(plain: list[dict[str, float]]) -> None:
-    """An answer and its EOS can be sure; were all tokens trained, a loss of 2 ln 10 / 9 = 0.5 would stay."""
+def test_loss_covers_assistant_turns_only(plain: list[dict[str, float]]) -> None:
+    """An assistant turn and its EOS are predictable; if all tokens were trained, a loss of 2 ln 10 / 9 = 0.5 would remain."""
     assert plain[0]["val/loss"] > 2 and plain[-1]["val/loss"] < 0.1
 
 
-def test_resumed_to_the_bit(task: Path, plain: list[dict[str, float]], tmp_path: Path) -> None:
+def test_run_resumes_bitwise(task: Path, plain: list[dict[str, float]], tmp_path: Path) -> None:
     run(task, tmp_path, "trainer.total_training_steps=10", "trainer.save_freq=10")
     assert repeatable(run(task, tmp_path, "trainer.total_training_steps=40", "trainer.save_freq=40")) == repeatable(plain)
 
@@ -66,7 +66,7 @@ ENGINES = {
 
 
 @pytest.mark.parametrize("name", [pytest.param(next(iter(ENGINES)), marks=pytest.mark.soak), "megatron"])
-def test_other_engines_and_more_workers_learn_the_same(
+def test_other_engines_and_more_workers_give_the_same_losses(
     task: Path, plain: list[dict[str, float]], tmp_path: Path, name: str
 ) -> None:
     names = ("train/loss", "train/grad_norm", "val/loss")

@@ -1,4 +1,4 @@
-"""A whole run on a field of a struct column, validated and saved after each epoch."""
+"""A complete run on a field of a struct column, validated and saved after each epoch."""
 
 from pathlib import Path
 
@@ -9,8 +9,8 @@ from trainer import main_sft
 from trainer.run.run_dir import checkpoint_steps
 
 
-def test_a_struct_column_is_learnt(tmp_path: Path) -> None:
-    """Which digit comes next, as verl's gsm8k lines name question and answer; 5 batches an epoch, the run ends within one."""
+def test_struct_column_is_trained_on(tmp_path: Path) -> None:
+    """The next digit, in columns named like verl's gsm8k files; 5 batches an epoch, the run ends within one."""
     tiny_model.main([f"--save_dir={tmp_path / 'model'}", "--alphabet=0123456789"])
     rows = [{"extra_info": {"index": i, "question": str(i % 10), "answer": str((i + 1) % 10)}} for i in range(80)]
     file = write(rows, str(tmp_path), "train")

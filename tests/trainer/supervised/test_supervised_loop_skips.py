@@ -9,7 +9,7 @@ from trainer import main_sft
 from trainer.run.run_dir import read_metrics
 
 
-def test_a_run_that_diverged_stops_and_says_so(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_diverged_run_stops_with_a_message(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """The learning rate makes weights of 1e30: from the second step on no loss is finite."""
     task = make_task(tmp_path / "task")
     code = main_sft.PROGRAM(

@@ -1,4 +1,4 @@
-"""The supervised loop stops when it is told to, and goes on as if it had not."""
+"""A stopped supervised run resumes bitwise; failures restart it."""
 
 import os
 import signal
@@ -36,13 +36,13 @@ def arguments(task: Path, run_dir: Path, *overrides: str) -> list[str]:
 
 
 def sigterm_after(lines: int, log: Path) -> None:
-    """To this process, when the log has so many lines."""
+    """Send SIGTERM to this process when the log has ``lines`` lines."""
     while not log.exists() or len(log.read_text().splitlines()) < lines:
         time.sleep(0.001)
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-def test_a_stopped_run_continues_bitwise_identically(task: Path, tmp_path: Path) -> None:
+def test_stopped_run_resumes_bitwise(task: Path, tmp_path: Path) -> None:
     assert main_sft.PROGRAM(arguments(task, tmp_path / "whole", "trainer.save_freq=30")) == 0
     (tmp_path / "run").mkdir()
     sender = threading.Thread(target=sigterm_after, args=(3, tmp_path / "run" / "metrics.jsonl"))
@@ -57,14 +57,14 @@ def test_a_stopped_run_continues_bitwise_identically(task: Path, tmp_path: Path)
     assert repeatable(resumed) == repeatable(whole) and len(whole) == STEPS
 
 
-def test_no_time_means_no_step(task: Path, tmp_path: Path) -> None:
+def test_run_without_time_left_trains_no_step(task: Path, tmp_path: Path) -> None:
     assert main_sft.PROGRAM(arguments(task, tmp_path, "trainer.walltime=0")) == 0
     assert metrics_of(tmp_path) == [] and find_latest(tmp_path) is None
 
 
 @pytest.fixture
 def broken_call(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, Callable[[], object]], None]:
-    """Does something once, before a call of the loss. The loss is ours, so it is done from outside."""
+    """Call a fault once, before the n-th call of the loss, which is the project's own and therefore patched."""
     plain, calls = NextTokenLoss.__call__, count(1)
 
     def arrange(number: int, fault: Callable[[], object]) -> None:
@@ -78,7 +78,7 @@ def broken_call(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, Callable[[], 
     return arrange
 
 
-def test_an_update_without_memory_is_repeated(task: Path, tmp_path: Path, broken_call: Any) -> None:
+def test_update_out_of_memory_is_repeated(task: Path, tmp_path: Path, broken_call: Any) -> None:
     broken_call(3, lambda: torch.empty(2**50, dtype=torch.uint8))
     saved = ("trainer.save_freq=5", "trainer.total_training_steps=5")
     assert main_sft.PROGRAM(arguments(task, tmp_path, *saved)) == 0
@@ -89,7 +89,7 @@ def test_an_update_without_memory_is_repeated(task: Path, tmp_path: Path, broken
     assert latest is not None and latest.manifest.state["model_budget"]["max_tokens"] > 0
 
 
-def test_it_starts_again_by_itself(task: Path, tmp_path: Path, broken_call: Any) -> None:
+def test_failed_run_restarts_by_itself(task: Path, tmp_path: Path, broken_call: Any) -> None:
     four = (
         "trainer.save_freq=2",
         "trainer.total_training_steps=4",

@@ -34,7 +34,7 @@ def run(task: Path, run_dir: Path, *overrides: str) -> list[dict[str, float]]:
 
 
 def scores(model: Path, data: Path) -> torch.Tensor:
-    """By transformers alone, several rows at a time, padded: of the chosen and the rejected answers, (P, 2)."""
+    """Scores of transformers, in padded batches: of the chosen and the rejected responses, (P, 2)."""
     scorer = AutoModelForSequenceClassification.from_pretrained(model).eval()
     tokenizer = AutoTokenizer.from_pretrained(model)
     rows = pq.read_table(data).to_pylist()
@@ -68,7 +68,7 @@ def test_resumed_bitwise_and_exported_with_its_scores(task: Path, tmp_path: Path
     assert last["val/accuracy"] == float((differences > 0).double().mean())
 
 
-def test_the_tokenizers_padding_is_the_models_unless_it_ends_rows(task: Path, tmp_path: Path) -> None:
+def test_padding_token_is_the_tokenizers_unless_it_is_eos(task: Path, tmp_path: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(task / "base")
     model = model_config(str(task / "base"), override_config={"rms_norm_eps": 1e-5})
     assert with_padding(model, tokenizer).override_config == {"pad_token_id": 0, "rms_norm_eps": 1e-5}
@@ -78,7 +78,7 @@ def test_the_tokenizers_padding_is_the_models_unless_it_ends_rows(task: Path, tm
     assert with_padding(model, tokenizer) == model
 
 
-def test_without_held_out_pairs_the_statistics_are_the_trainings(task: Path, tmp_path: Path) -> None:
+def test_statistics_are_of_the_training_pairs_without_held_out_pairs(task: Path, tmp_path: Path) -> None:
     steps = run(task, tmp_path / "run", "data.val_files=[]", "trainer.test_freq=-1", "trainer.total_training_steps=1")
     reported = statistics(tmp_path / "run/global_step_1/model")
     assert (reported["answers"], reported["data"]) == (128, "train") and "val/loss" not in steps[0]
@@ -89,7 +89,7 @@ def test_without_held_out_pairs_the_statistics_are_the_trainings(task: Path, tmp
     assert (unseen["answers"], unseen["data"]) == (64, "validation"), "held out, though nothing was validated"
 
 
-def test_a_run_that_diverged_keeps_the_pairs_that_it_could_not_learn(task: Path, tmp_path: Path) -> None:
+def test_diverged_run_dumps_its_pairs(task: Path, tmp_path: Path) -> None:
     words = [
         "reward_recipe=sort_digits", "trainer.backend=local", f"data.train_files={task}/preferences.parquet", "data.val_files=[]",
         f"model.path={task}/base", "data.train_batch_size=16", "trainer.test_freq=-1", f"trainer.default_local_dir={tmp_path}",
@@ -108,8 +108,8 @@ ENGINES = {
 
 
 @pytest.mark.parametrize("name", [pytest.param(next(iter(ENGINES)), marks=pytest.mark.soak), "megatron"])
-def test_other_engines_and_more_workers_learn_the_same(task: Path, tmp_path: Path, name: str) -> None:
-    """No pair is torn, and the mean is over all of them."""
+def test_other_engines_and_more_workers_give_the_same_losses(task: Path, tmp_path: Path, name: str) -> None:
+    """No pair is split, and the mean is over all of them."""
     one = run(task, tmp_path / "one")
     two = run(task, tmp_path / "two", *ENGINES[name], f"trainer.export_dir={tmp_path}/model")
     found = scores(tmp_path / "model", task / "preferences_test.parquet")
@@ -124,7 +124,7 @@ def test_margin_and_centering_reach_the_loss(task: Path, tmp_path: Path) -> None
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row | {"by": 2.0}) + "\n" for row in rows))
     overrides = (f"data.train_files={tmp_path}/pairs.jsonl", "data.margin_key=by", "data.val_files=[]", "trainer.test_freq=-1")
     (step,) = run(task, tmp_path / "margin", *overrides, "trainer.total_training_steps=1")
-    assert step["train/loss"] == pytest.approx(2.1269280)  # -log sigmoid(-2): all scores are 0 yet
+    assert step["train/loss"] == pytest.approx(2.1269280)  # -log sigmoid(-2): all scores are still 0
     plain, centered = (
         run(task, tmp_path / f"centered_{value}", f"loss.center_rewards_coefficient={value}", "optim.lr=1e-2")
         for value in (0.0, 1.0)
@@ -133,7 +133,7 @@ def test_margin_and_centering_reach_the_loss(task: Path, tmp_path: Path) -> None
 
 
 @pytest.mark.soak
-def test_the_recipe_distinguishes_right_from_slightly_wrong(tmp_path: Path) -> None:
+def test_recipe_distinguishes_right_from_slightly_wrong(tmp_path: Path) -> None:
     """From random weights; the recipe begins with the warm start. Measured: 0.951, and 0.957."""
     task = make_task(tmp_path / "task")
     sizes = ["--train_size=1", "--test_size=1", "--sft_size=0", "--preferences_size=8192"]

@@ -23,7 +23,7 @@ def make_batch() -> Batch:
     )
 
 
-def test_a_batch_reads_back_bitwise(tmp_path: Path) -> None:
+def test_batch_round_trips_bitwise(tmp_path: Path) -> None:
     batch = make_batch()
     read, facts = load_batch(save_batch(tmp_path / "step_3.safetensors", batch, {"step": 3, "config": {"a": [1, None]}}))
     assert facts == {"step": 3, "config": {"a": [1, None]}} and read.meta == batch.meta
@@ -37,14 +37,14 @@ def test_a_batch_reads_back_bitwise(tmp_path: Path) -> None:
     assert torch.equal(read.lengths, batch.lengths)
 
 
-def test_columns_that_share_memory_are_written_each(tmp_path: Path) -> None:
+def test_columns_that_share_memory_are_written_separately(tmp_path: Path) -> None:
     scores = torch.tensor([1.0, 2.0])
     batch = Batch(torch.tensor([1, 1]), rows={"score": scores, "reward": scores})
     read, _ = load_batch(save_batch(tmp_path / "file", batch, {}))
     assert torch.equal(read.rows["reward"], scores) and torch.equal(read.rows["score"], scores)
 
 
-def test_the_file_is_whole_or_absent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_is_complete_or_absent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def write_half(columns: object, path: Path) -> None:
         path.write_bytes(b"half")
         raise OSError("disk full")
@@ -55,7 +55,7 @@ def test_the_file_is_whole_or_absent(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert not (tmp_path / "step_1.safetensors").exists()
 
 
-def test_another_file_is_refused_in_a_line(tmp_path: Path) -> None:
+def test_other_file_is_a_one_line_error(tmp_path: Path) -> None:
     (tmp_path / "text").write_bytes(b"not tensors, but a line of words")
     with pytest.raises(ValueError, match="text is no dump of a batch"):
         load_batch(tmp_path / "text")

@@ -8,12 +8,12 @@ from trainer.tracking.console import ConsoleLogger, step_line
 METRICS = {"critic/score/mean": 0.5312, "actor/lr": 3e-4, "perf/throughput": 12345.6, "timing_s/step": 0.417, "made/up": 1.0}
 
 
-def test_a_line_has_what_the_step_has() -> None:
+def test_line_has_the_metrics_of_the_step() -> None:
     assert step_line(METRICS, 7, 100) == "step   7/100  score 0.531  lr 3.0e-04  s 0.42  tok/s/gpu 12,346"
     assert step_line({"val/accuracy": 0.5}, 0, None) == "step 0  held-out 0.500"
 
 
-def test_a_line_fits_the_terminal_and_loses_what_matters_least() -> None:
+def test_line_fits_the_terminal_without_its_last_metrics() -> None:
     metrics = METRICS | {"reward/failed": 3.0}
     whole = step_line(metrics, 7, 100)
     for width in range(len(whole) + 2):
@@ -23,7 +23,7 @@ def test_a_line_fits_the_terminal_and_loses_what_matters_least() -> None:
     assert step_line(metrics, 7, 100, len(whole)) == whole != step_line(metrics, 7, 100, len(whole) - 1)
 
 
-def test_plain_lines_where_there_is_no_terminal() -> None:
+def test_output_without_a_terminal_is_plain_lines() -> None:
     out = io.StringIO()
     logger = ConsoleLogger(Console(file=out, width=40), 2)
     logger.log(METRICS, 1)
@@ -32,7 +32,7 @@ def test_plain_lines_where_there_is_no_terminal() -> None:
     assert out.getvalue().splitlines() == [step_line(METRICS, 1, 2), step_line(METRICS, 2, 2)]
 
 
-def test_answers_are_text_not_markup() -> None:
+def test_samples_are_printed_without_markup() -> None:
     out = io.StringIO()
     ConsoleLogger(Console(file=out, width=100), None).log_samples(
         [

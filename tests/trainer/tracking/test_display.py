@@ -1,4 +1,4 @@
-"""The panel of a run: what it shows, what it costs, and what is left when it ends."""
+"""The panel of a run: contents, cost, and what remains when it ends."""
 
 import io
 import re
@@ -35,7 +35,7 @@ def panel_of(display: Display) -> str:
     return out.getvalue()
 
 
-def test_answers_are_counted_while_they_are_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_responses_are_counted_during_generation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     phases = Phases()
     display = open_display(tmp_path, Screen(), phases=phases)
     with phases("step"), phases("gen"):
@@ -48,7 +48,7 @@ def test_answers_are_counted_while_they_are_drawn(tmp_path: Path, monkeypatch: p
         assert re.search(r"generating 8 of 32 answers · [\d,]+ tokens/s · left 0:0\d", panel_of(display))
     with phases("step"), phases("update_actor"):
         assert "update of the actor 0.0 s" in panel_of(display) and " answers" not in panel_of(display)
-    with phases("gen"):  # what is in the files is of the call before
+    with phases("gen"):  # the files have the counts of the previous call
         time.sleep(0.01)
         for engine in range(2):
             progress = Progress(progress_file(tmp_path, engine))
@@ -58,7 +58,7 @@ def test_answers_are_counted_while_they_are_drawn(tmp_path: Path, monkeypatch: p
         assert "generating 0.0 s" in panel_of(display)
         long_ago = time.time() - 60
         monkeypatch.setattr("workers.rollout.progress.time.time", lambda: long_ago)
-        for engine in range(2):  # of a run that was killed meanwhile
+        for engine in range(2):  # of a run that was killed
             progress = Progress(progress_file(tmp_path, engine))
             progress.begin(16)
             progress.close()
@@ -67,7 +67,7 @@ def test_answers_are_counted_while_they_are_drawn(tmp_path: Path, monkeypatch: p
     display.close()
 
 
-def test_a_thousand_steps_a_second_cost_no_more_pictures_than_one(tmp_path: Path) -> None:
+def test_refreshes_are_limited_at_a_thousand_steps_per_second(tmp_path: Path) -> None:
     screen = Screen()
     display = open_display(tmp_path, screen, total=2000)
     logger = ConsoleLogger(Console(), 2000, display)
@@ -80,12 +80,12 @@ def test_a_thousand_steps_a_second_cost_no_more_pictures_than_one(tmp_path: Path
     elapsed = time.monotonic() - started
     logger.close()
     assert screen.getvalue().count("\u256d") <= elapsed / PERIOD + 2
-    assert spent / 1000 < 2e-3, "on the loop's thread"
+    assert spent / 1000 < 2e-3, "on the thread of the loop"
     assert seen(screen).count("score 0.500") == 1000, "no line is lost"
 
 
-def test_the_panel_is_never_behind_the_lines_above_it(tmp_path: Path) -> None:
-    """Also where every picture has new lines."""
+def test_panel_is_never_behind_the_lines_above_it(tmp_path: Path) -> None:
+    """Also if every refresh has new lines."""
     screen = Screen()
     logger = ConsoleLogger(Console(), 10, open_display(tmp_path, screen))
     for step in (1, 2, 3, 4):
@@ -98,7 +98,7 @@ def test_the_panel_is_never_behind_the_lines_above_it(tmp_path: Path) -> None:
     assert max(lines) == 4 and all(panel >= line for line, panel in zip(lines, panels, strict=True))
 
 
-def test_after_a_rollback_the_steps_are_those_that_are_left(tmp_path: Path) -> None:
+def test_panel_after_a_rollback_shows_the_earlier_step(tmp_path: Path) -> None:
     display = open_display(tmp_path, Screen())
     for step in (1, 2, 3):
         display.show({}, step)

@@ -1,4 +1,4 @@
-"""Whole runs at a terminal: what a person sees of one that ends, one that fails, and one that is interrupted."""
+"""Complete runs at a terminal: one that ends, one that fails, and one that is interrupted."""
 
 import os
 import re
@@ -56,7 +56,7 @@ def start(python: str, task: Path, folder: Path, reward: str, *overrides: str) -
     return Terminal([python, "-m", "trainer.main_ppo", *words], cwd=folder, env=environment)
 
 
-def test_a_run_is_followed_and_leaves_its_lines(python: str, task: Path, tmp_path: Path) -> None:
+def test_finished_run_leaves_its_lines(python: str, task: Path, tmp_path: Path) -> None:
     terminal = start(python, task, tmp_path, NOISY, "trainer.total_training_steps=3")
     assert terminal.end() == 0
     text = terminal.text
@@ -73,7 +73,7 @@ def test_a_run_is_followed_and_leaves_its_lines(python: str, task: Path, tmp_pat
         assert f"chatter {way}" in log, way
 
 
-def test_an_error_stands_below_the_display(python: str, task: Path, tmp_path: Path) -> None:
+def test_error_is_printed_below_the_display(python: str, task: Path, tmp_path: Path) -> None:
     terminal = start(python, task, tmp_path, FAILING)
     assert terminal.end() == 2
     after = terminal.text.rpartition("╯")[2]
@@ -81,7 +81,7 @@ def test_an_error_stands_below_the_display(python: str, task: Path, tmp_path: Pa
     assert "\x1b[?25h" in terminal.written.rpartition("╯")[2]
 
 
-def test_an_interrupt_ends_the_display_and_the_run(python: str, task: Path, tmp_path: Path) -> None:
+def test_interrupt_ends_the_display_and_the_run(python: str, task: Path, tmp_path: Path) -> None:
     terminal = start(python, task, tmp_path, SLOW)
     terminal.read(until="scoring")
     terminal.press("\x03")

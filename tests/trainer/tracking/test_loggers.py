@@ -1,4 +1,4 @@
-"""MLflow and SwanLab, with modules that write down what they are told. (The others: test_tracking.py.)"""
+"""MLflow and SwanLab, with modules that record their calls. (The others: test_tracker.py.)"""
 
 import sys
 from pathlib import Path
@@ -59,7 +59,7 @@ def swanlab(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Recorder:
 
 
 @pytest.mark.parametrize("name", ["mlflow", "swanlab"])
-def test_one_that_is_not_installed_is_left_out(
+def test_logger_that_is_not_installed_is_skipped(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, name, None)
@@ -68,7 +68,7 @@ def test_one_that_is_not_installed_is_left_out(
     assert line.startswith(f"logger {name} left out: package {name} is not installed; pip install {name}")
 
 
-def test_mlflow_gets_numbers_samples_and_on_resume_the_same_run(tmp_path: Path, mlflow: Recorder) -> None:
+def test_mlflow_gets_metrics_samples_and_the_same_run_on_resume(tmp_path: Path, mlflow: Recorder) -> None:
     tracker = track(tmp_path, "mlflow", shown_samples=1)
     tracker.log({"val-core/a b/mean@1": 0.5, "x(1)": 1.0}, 1)
     tracker.log_samples([sample(0), sample(1)], 1)
@@ -87,13 +87,13 @@ def test_mlflow_gets_numbers_samples_and_on_resume_the_same_run(tmp_path: Path, 
     assert [name for name, *_ in mlflow.calls[-2:]] == ["flush_async_logging", "end_run"]
 
 
-def test_an_mlflow_that_cannot_start_is_left_out(tmp_path: Path, mlflow: Recorder, capsys: pytest.CaptureFixture[str]) -> None:
+def test_mlflow_that_cannot_start_is_skipped(tmp_path: Path, mlflow: Recorder, capsys: pytest.CaptureFixture[str]) -> None:
     mlflow.failures["set_experiment"] = MlflowError("no\nserver")
     track(tmp_path, "mlflow").close()
     assert capsys.readouterr().err == "logger mlflow left out: no server\n"
 
 
-def test_swanlab_gets_numbers_samples_and_on_resume_the_same_run(
+def test_swanlab_gets_metrics_samples_and_the_same_run_on_resume(
     tmp_path: Path, swanlab: Recorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SWANLAB_API_KEY", "k")
@@ -112,14 +112,14 @@ def test_swanlab_gets_numbers_samples_and_on_resume_the_same_run(
     assert swanlab.of("Text") == [(("«1»",), {"caption": "0= (1)"})] and len(swanlab.of("finish")) == 3
 
 
-def test_a_local_swanlab_has_no_id(tmp_path: Path, swanlab: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_local_swanlab_has_no_id(tmp_path: Path, swanlab: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SWANLAB_MODE", "local")
     track(tmp_path, "swanlab").close()
     ((_, kwargs),) = swanlab.of("init")
     assert not {"id", "resume"} & kwargs.keys()
 
 
-def test_where_swanlabs_key_may_be(tmp_path: Path) -> None:
+def test_swanlab_key_is_found_in_each_place(tmp_path: Path) -> None:
     env = {"SWANLAB_SAVE_DIR": str(tmp_path)}
     assert not swanlab_can_start(env) and swanlab_can_start(env | {"SWANLAB_MODE": "offline"})
     assert swanlab_can_start(env | {"SWANLAB_API_KEY": "k"}) and not swanlab_can_start(env | {"SWANLAB_MODE": "cloud"})

@@ -24,7 +24,7 @@ PROMPTS = [2, 1, 4, 1]
 
 
 def make_batch() -> Batch:
-    """Four rows; the third answer has a hole in its mask (tool text), the fourth is cut."""
+    """Four rows; the third response has a hole in its mask (tool text), the fourth is truncated."""
     generator = torch.Generator().manual_seed(0)
     total = sum(LENGTHS)
     mask = torch.cat([(torch.arange(length) >= prompt).float() for length, prompt in zip(LENGTHS, PROMPTS, strict=True)])
@@ -44,11 +44,11 @@ def make_batch() -> Batch:
 
 
 def trained(batch: Batch, name: str) -> list[float]:
-    """One by one, in plain Python."""
+    """Values of trained tokens, in plain Python."""
     return [float(v) for v, m in zip(batch.tokens[name], batch.tokens["response_mask"], strict=True) if m]
 
 
-def test_every_number_of_a_step_against_plain_python() -> None:
+def test_metrics_of_a_step_equal_plain_python() -> None:
     batch = make_batch()
     found = data_metrics(batch, max_prompt_length=4)
     rewards = [float(row.double().sum()) for row in batch.split_rows("token_level_rewards")]
@@ -74,36 +74,32 @@ def test_every_number_of_a_step_against_plain_python() -> None:
     assert found == {}
 
 
-def test_without_a_critic_there_are_no_values() -> None:
+def test_batch_without_a_critic_has_no_value_metrics() -> None:
     batch = make_batch()
     del batch.tokens["values"]
     assert not [name for name in data_metrics(batch, 4) if "values" in name or "vf_" in name]
 
 
-def test_a_group_without_an_advantage_at_any_trained_token_has_no_signal() -> None:
-    """Rows 0 and 2 are a group, 1 and 3 one each."""
+def test_group_without_an_advantage_at_trained_tokens_has_no_signal() -> None:
+    """Rows 0 and 2 are one group, 1 and 3 groups of one."""
     batch = make_batch()
     advantages = batch.tokens["advantages"]
     advantages[:8] = 0.0
-    assert data_metrics(batch, 4)["training/zero_signal_groups"] == pytest.approx(1 / 3), "row 2 still has some"
+    assert data_metrics(batch, 4)["training/zero_signal_groups"] == pytest.approx(1 / 3), "row 2 still has advantages"
     advantages[8:16] = torch.where(batch.tokens["response_mask"][8:16].bool(), 1e-17, 1.0)
-    assert data_metrics(batch, 4)["training/zero_signal_groups"] == pytest.approx(2 / 3), "rounding, and a hole, are none"
+    assert data_metrics(batch, 4)["training/zero_signal_groups"] == pytest.approx(2 / 3), (
+        "rounding and masked tokens do not count"
+    )
 
 
-def test_a_perfect_critic_explains_all() -> None:
-    batch = make_batch()
-    batch.tokens["values"] = batch.tokens["returns"].clone()
-    assert data_metrics(batch, 4)["critic/vf_explained_var"] == 1.0
-
-
-def test_a_number_does_not_depend_on_the_order_of_rows() -> None:
+def test_metrics_do_not_depend_on_the_order_of_rows() -> None:
     batch = make_batch()
     mixed = batch.select([2, 0, 3, 1])
     for name, value in data_metrics(batch, 4).items():
         assert data_metrics(mixed, 4)[name] == pytest.approx(value, rel=1e-12), name
 
 
-def told_batch() -> Batch:
+def batch_with_extras() -> Batch:
     batch = make_batch()
     batch.objects = {
         "data_source": ["openai/gsm8k", "math", "math", "math"],
@@ -112,8 +108,8 @@ def told_batch() -> Batch:
     return batch
 
 
-def test_a_number_of_the_reward_function_is_a_mean_over_the_answers_that_have_it() -> None:
-    found = reward_metrics(told_batch(), {"math"})
+def test_reported_number_is_a_mean_over_the_responses_that_have_it() -> None:
+    found = reward_metrics(batch_with_extras(), {"math"})
     assert {name: value for name, value in found.items() if name.endswith("/mean")} == {
         "reward/acc/mean": pytest.approx(2 / 3),
         "reward/overlong/mean": 0.0,
@@ -121,20 +117,20 @@ def test_a_number_of_the_reward_function_is_a_mean_over_the_answers_that_have_it
     assert (found["reward/acc/std"], found["reward/overlong/std"]) == (pytest.approx(2**0.5 / 3), 0.0) and len(found) == 4
 
 
-def test_of_several_data_sources_each_has_its_own_numbers() -> None:
-    """Also in a step that happens to see one of them alone."""
+def test_each_of_several_data_sources_has_its_own_metrics() -> None:
+    """Also in a step with responses of only one of them."""
     sources = {"math", "openai/gsm8k"}
-    found = reward_metrics(told_batch(), sources)
+    found = reward_metrics(batch_with_extras(), sources)
     assert {name: value for name, value in found.items() if not name.startswith("reward/")} == {
         "critic/score/openai/gsm8k/mean": 1.0,
         "critic/score/math/mean": pytest.approx(0.5 / 3),
         "response_length/openai/gsm8k/clip_ratio": 0.0,
         "response_length/math/clip_ratio": pytest.approx(1 / 3),
     }
-    assert reward_metrics(told_batch().select([0]), sources)["critic/score/openai/gsm8k/mean"] == 1.0
+    assert reward_metrics(batch_with_extras().select([0]), sources)["critic/score/openai/gsm8k/mean"] == 1.0
 
 
-def test_speeds_are_tokens_and_flops_over_gpu_seconds() -> None:
+def test_throughput_is_tokens_and_flops_over_gpu_seconds() -> None:
     seconds = {"gen": 2.0, "update_actor": 4.0, "step": 8.0, "testing": 3.0}
     batch = make_batch().with_meta({"generated_tokens": 20})
     found = performance_metrics(batch, seconds, 2, flops={"update_actor": 4e9}, peak=1e9)
@@ -143,7 +139,7 @@ def test_speeds_are_tokens_and_flops_over_gpu_seconds() -> None:
         "timing_s/update_actor": 4.0,
         "timing_s/step": 8.0,
         "timing_s/testing": 3.0,
-        "timing_per_token_ms/gen": 100.0,  # answers that were dropped among them
+        "timing_per_token_ms/gen": 100.0,  # dropped responses included
         "timing_per_token_ms/update_actor": pytest.approx(4000 / 18),
         "perf/total_num_tokens": 18.0,
         "perf/time_per_step": 8.0,
@@ -153,19 +149,19 @@ def test_speeds_are_tokens_and_flops_over_gpu_seconds() -> None:
     }
 
 
-def test_a_role_on_a_part_of_the_gpus_is_measured_by_these() -> None:
+def test_role_on_a_part_of_the_gpus_is_measured_by_these_gpus() -> None:
     batch, seconds = make_batch().with_meta({"generated_tokens": 20}), {"update_actor": 4.0, "update_critic": 4.0, "step": 8.0}
     flops, gpus = {"update_actor": 4e9, "update_critic": 4e9}, {"update_actor": 1}
     found = performance_metrics(batch, seconds, 2, flops=flops, peak=1e9, gpus_of=gpus)
     assert (found["perf/mfu"], found["perf/mfu/actor"], found["perf/mfu/critic"]) == (0.5, 1.0, 0.5)
 
 
-def test_an_unknown_gpu_has_no_mfu() -> None:
+def test_unknown_gpu_has_no_mfu() -> None:
     found = performance_metrics(make_batch().with_meta({"generated_tokens": 10}), {"step": 1.0}, 1, flops={}, peak=None)
     assert not [name for name in found if "mfu" in name]
 
 
-def test_validation_weighs_prompts_alike() -> None:
+def test_validation_weighs_prompts_equally() -> None:
     found = validation_metrics(
         ["math", "math", "math", "math", "gsm8k", "gsm8k"], [7, 7, 8, 8, 9, 9], {"reward": [1.0, 0.0, 1.0, 1.0, 0.0, 0.0]}
     )
@@ -179,13 +175,13 @@ def test_validation_weighs_prompts_alike() -> None:
     }
 
 
-def test_where_the_reward_function_reports_accuracy_it_is_what_counts() -> None:
+def test_validation_uses_acc_if_the_reward_function_reports_it() -> None:
     found = validation_metrics(["math", "math"], [0, 1], {"reward": [0.3, 0.1], "acc": [1.0, 0.0]})
     assert found["val-core/math/acc/mean@1"] == found["val/accuracy"] == 0.5
     assert found["val-aux/math/reward/mean@1"] == pytest.approx(0.2)
 
 
-def test_a_number_counts_for_the_sources_whose_answers_all_have_it() -> None:
+def test_validation_metric_needs_a_value_for_every_response_of_its_source() -> None:
     found = validation_metrics(
         ["math", "math", "code"], [0, 1, 2], {"reward": [0.3, 0.1, 0.5], "acc": [1.0, 0.0, None], "format": [1.0, None, None]}
     )
@@ -200,8 +196,8 @@ def test_a_number_counts_for_the_sources_whose_answers_all_have_it() -> None:
     }
 
 
-def test_phases_add_up_and_count_what_raised(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock: Iterator[float] = iter([0.0, 0.0, 10.0, 11.0, 20.0, 25.0, 30.0])  # made; step begins, gen 1 s, gen 5 s, step ends
+def test_phases_sum_repeated_and_failed_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock: Iterator[float] = iter([0.0, 0.0, 10.0, 11.0, 20.0, 25.0, 30.0])  # created; step begins, gen 1 s, gen 5 s, step ends
     monkeypatch.setattr(time, "perf_counter", lambda: next(clock))
     phases = Phases()
     with pytest.raises(RuntimeError), phases("step"):
@@ -229,11 +225,11 @@ def test_phases_add_up_and_count_what_raised(monkeypatch: pytest.MonkeyPatch) ->
         ("Some GPU of tomorrow", None),
     ],
 )
-def test_peak_of_a_gpu_by_name(name: str, peak: float | None) -> None:
+def test_peak_flops_by_gpu_name(name: str, peak: float | None) -> None:
     assert peak_flops_of(name) == peak
 
 
-def test_gpus_are_named_by_the_driver(tmp_path: Path) -> None:
+def test_gpu_names_are_read_from_the_driver(tmp_path: Path) -> None:
     for bus in ("0000:1b:00.0", "0000:43:00.0"):
         (tmp_path / bus).mkdir()
         (tmp_path / bus / "information").write_text("Model: \t\t NVIDIA H200\nIRQ:   \t\t 18\n")
@@ -241,7 +237,7 @@ def test_gpus_are_named_by_the_driver(tmp_path: Path) -> None:
     assert gpu_names(tmp_path / "none") == []
 
 
-def test_the_cpu_is_measured_once_with_one_thread() -> None:
+def test_cpu_peak_is_measured_once_with_one_thread() -> None:
     metrics._measured_cpu_flops.cache_clear()
     torch.set_num_threads(2)
     try:

@@ -10,7 +10,7 @@ from workers.batch import Batch
 
 
 def make_batch() -> Batch:
-    """Two prompts, two answers each."""
+    """Two prompts, two responses each."""
     return Batch(
         lengths=torch.tensor([4, 5, 3, 6]),
         tokens={"input_ids": torch.arange(18)},
@@ -33,7 +33,7 @@ def make_batch() -> Batch:
     )
 
 
-def test_every_row_and_column_is_there(tmp_path: Path) -> None:
+def test_dump_has_every_row_and_column(tmp_path: Path) -> None:
     path = write_dump(tmp_path / "rollouts", 12, make_batch())
     assert path == tmp_path / "rollouts/step_12.parquet"
     table = pq.read_table(path).to_pydict()
@@ -48,8 +48,8 @@ def test_every_row_and_column_is_there(tmp_path: Path) -> None:
     assert table["reward_failed"] == [False, False, False, True]
 
 
-def test_rows_that_were_left_out_follow_with_their_error(tmp_path: Path) -> None:
-    """They lack what was made of the others later."""
+def test_excluded_rows_follow_with_their_error(tmp_path: Path) -> None:
+    """They lack columns that are computed later."""
     batch = make_batch()
     kept, failed = batch.select([0, 1, 2]).with_rows(baseline=torch.tensor([0.5, 0.5, 1.0])), batch.select([3])
     table = pq.read_table(write_dump(tmp_path, 1, kept, [failed])).to_pydict()
@@ -57,7 +57,7 @@ def test_rows_that_were_left_out_follow_with_their_error(tmp_path: Path) -> None
     assert table["score"] == [1.0, 0.0, 0.25, None] and table["baseline"] == [0.5, 0.5, 1.0, None]
 
 
-def test_the_file_is_whole_or_absent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_is_complete_or_absent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def write_half(table: object, path: Path) -> None:
         path.write_bytes(b"PAR1")
         raise OSError("disk full")
@@ -68,8 +68,8 @@ def test_the_file_is_whole_or_absent(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert not (tmp_path / "step_1.parquet").exists()
 
 
-def test_columns_have_the_same_types_whatever_a_step_holds(tmp_path: Path) -> None:
-    """So that a directory of steps reads as one table."""
+def test_column_types_do_not_depend_on_the_step(tmp_path: Path) -> None:
+    """A directory of steps can be read as one table."""
     first = make_batch()
     second = make_batch()
     second.objects["reward_error"] = ["late"] * 4
@@ -79,7 +79,7 @@ def test_columns_have_the_same_types_whatever_a_step_holds(tmp_path: Path) -> No
     assert pq.read_table(tmp_path).num_rows == 8
 
 
-def test_samples_are_the_first_answers_to_the_first_prompts() -> None:
+def test_samples_are_the_first_responses_to_the_first_prompts() -> None:
     samples = first_samples(make_batch(), 5)
     assert [sample["uid"] for sample in samples] == [10, 11]
     assert samples[1] == {

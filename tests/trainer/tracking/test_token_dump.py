@@ -1,4 +1,4 @@
-"""The few answers that the report shows token by token."""
+"""The few responses that the report shows token by token."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,7 +25,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 def batch_of(tokenizer: PreTrainedTokenizerFast, *answers: str) -> Batch:
-    """Each after the prompt "2+2="; the score is the answer's place."""
+    """Each response follows the prompt "2+2="; its score is its index."""
     prompt = tokenizer.encode("2+2=")
     rows = [prompt + tokenizer.encode(answer) for answer in answers]
     ids = torch.tensor([token for row in rows for token in row])
@@ -62,7 +62,7 @@ def keep(run_dir: Path, tokenizer: Any, batch: Batch, *steps: int, total: int, f
     return actor
 
 
-def test_an_answer_has_its_tokens_with_what_both_made_of_them(tokenizer: Any, tmp_path: Path) -> None:
+def test_response_has_its_tokens_with_log_probs_of_trainer_and_engine(tokenizer: Any, tmp_path: Path) -> None:
     actor = keep(tmp_path, tokenizer, batch_of(tokenizer, "4", "fünf"), 1, total=2)
     first, second = read_lines(tmp_path / ANSWERS)
     assert actor.asked == []
@@ -73,20 +73,20 @@ def test_an_answer_has_its_tokens_with_what_both_made_of_them(tokenizer: Any, tm
     assert second["tokens"] == ["f", "ü", "", "n", "f"] and second["rollout"] == [-9.0, -10.0, -11.0, -12.0, -13.0]
 
 
-def test_log_probs_that_only_the_update_would_make_are_asked_for(tokenizer: Any, tmp_path: Path) -> None:
+def test_missing_log_probs_are_computed_for_the_dump(tokenizer: Any, tmp_path: Path) -> None:
     actor = keep(tmp_path, tokenizer, batch_of(tokenizer, *"abcdefghijkl"), 1, total=1, forwards=True, ranks=10)
     entries = read_lines(tmp_path / ANSWERS)
-    assert actor.asked == [10] and len(entries) == KEPT_ROWS, "a row for each rank, or more"
+    assert actor.asked == [10] and len(entries) == KEPT_ROWS, "at least a row per rank"
     assert all(entry["trainer"] == [pytest.approx(tokenizer.encode(entry["tokens"][0])[0] / 10)] for entry in entries)
     assert (entries[0]["score"], entries[-1]["score"]) == (0.0, 11.0)
 
 
-def test_they_are_asked_for_in_a_tenth_of_the_steps_at_most(tokenizer: Any, tmp_path: Path) -> None:
+def test_log_probs_are_computed_in_at_most_a_tenth_of_the_steps(tokenizer: Any, tmp_path: Path) -> None:
     actor = keep(tmp_path, tokenizer, batch_of(tokenizer, "4"), *range(1, 46), total=45, forwards=True)
     assert [entry[GLOBAL_STEP] for entry in read_lines(tmp_path / ANSWERS)] == [10, 20, 30, 40, 45] and len(actor.asked) == 5
 
 
-def test_steps_rows_and_tokens_are_bounded(tokenizer: Any, tmp_path: Path) -> None:
+def test_steps_rows_and_tokens_are_limited(tokenizer: Any, tmp_path: Path) -> None:
     batch = batch_of(tokenizer, "x" * (KEPT_TOKENS + 9), *["y"] * 20)
     keep(tmp_path, tokenizer, batch, *range(1, 1051), total=1050)
     entries = read_lines(tmp_path / ANSWERS)
@@ -95,28 +95,28 @@ def test_steps_rows_and_tokens_are_bounded(tokenizer: Any, tmp_path: Path) -> No
     assert (len(entries[0]["tokens"]), entries[0]["length"]) == (KEPT_TOKENS, KEPT_TOKENS + 9)
 
 
-def test_what_is_not_finite_is_none(tokenizer: Any, tmp_path: Path) -> None:
+def test_nonfinite_values_are_null(tokenizer: Any, tmp_path: Path) -> None:
     batch = batch_of(tokenizer, "4")
     batch.tokens["rollout_log_probs"][4] = float("-inf")
     keep(tmp_path, tokenizer, batch, 1, total=1)
     assert read_lines(tmp_path / ANSWERS)[0]["rollout"] == [None]
 
 
-def test_pieces_are_the_text(tokenizer: Any) -> None:
+def test_pieces_concatenate_to_the_text(tokenizer: Any) -> None:
     for text in ("", "a", " two words ", "naïve 🙂🙂 día\n", "日本"):
         ids = tokenizer.encode(text)
         found = pieces(tokenizer, ids)
         assert len(found) == len(ids) and "".join(found) == text
-    assert pieces(tokenizer, tokenizer.encode("é")[:1]) == ["\ufffd"], "cut in the middle"
+    assert pieces(tokenizer, tokenizer.encode("é")[:1]) == ["\ufffd"], "half of a character"
 
 
-def test_rows_from_the_worst_to_the_best() -> None:
+def test_kept_rows_range_from_the_worst_to_the_best() -> None:
     scores = torch.tensor([5.0, 1.0, 4.0, 2.0, 3.0])
     assert spread(scores, 3).tolist() == [0, 1, 4] and spread(scores, 9).tolist() == [0, 1, 2, 3, 4]
     assert spread(torch.tensor([]), 3).tolist() == []
 
 
-def test_the_report_shows_the_last_steps_and_some_of_each_tenth() -> None:
+def test_report_shows_the_last_steps_and_some_of_each_tenth() -> None:
     entries = [{GLOBAL_STEP: step, "row": row} for step in range(10, 1010, 10) for row in range(8)]
     found = [(entry[GLOBAL_STEP], entry["row"]) for entry in shown(entries)]
     assert [pair for pair in found if pair[0] >= 980] == [(step, row) for step in (980, 990, 1000) for row in range(8)]

@@ -41,7 +41,7 @@ def checkpoint(run_dir: Path, step: int) -> None:
     (run_dir / f"global_step_{step}").mkdir()
 
 
-def test_every_step_is_one_line_that_is_there_at_once(tmp_path: Path) -> None:
+def test_every_step_is_one_line_written_at_once(tmp_path: Path) -> None:
     tracker = track(tmp_path)
     tracker.log({"actor/pg_loss": 0.1 + 0.2, "actor/grad_norm": float("inf")}, 1)
     assert (tmp_path / "metrics.jsonl").read_text() == (
@@ -52,7 +52,7 @@ def test_every_step_is_one_line_that_is_there_at_once(tmp_path: Path) -> None:
     tracker.close()
 
 
-def test_resumed_files_equal_those_of_a_run_that_was_never_stopped(tmp_path: Path) -> None:
+def test_resumed_files_equal_those_of_an_uninterrupted_run(tmp_path: Path) -> None:
     whole = track(tmp_path / "whole", rollout_dir=tmp_path / "whole/rollouts")
     run_steps(whole, 1, 2, 3, 4, 5)
     whole.close()
@@ -72,7 +72,7 @@ def test_resumed_files_equal_those_of_a_run_that_was_never_stopped(tmp_path: Pat
         assert (tmp_path / "killed" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes(), name
 
 
-def test_tensorboard_shows_a_resumed_run_without_what_was_cut(tmp_path: Path) -> None:
+def test_tensorboard_shows_a_resumed_run_without_the_truncated_steps(tmp_path: Path) -> None:
     killed = track(tmp_path, "tensorboard")
     for step in (1, 2, 3, 4):
         killed.log({"score": 10.0 + step}, step)
@@ -85,7 +85,7 @@ def test_tensorboard_shows_a_resumed_run_without_what_was_cut(tmp_path: Path) ->
     assert [(event.step, event.value) for event in events.Scalars("score")] == [(1, 11.0), (2, 12.0), (3, 23.0)]
 
 
-def test_after_a_rollback_files_and_tensorboard_show_one_run(tmp_path: Path) -> None:
+def test_files_and_tensorboard_show_one_run_after_a_rollback(tmp_path: Path) -> None:
     tracker = track(tmp_path, "tensorboard", rollout_dir=tmp_path / "rollouts")
     run_steps(tracker, 1, 2, 3, 4)
     checkpoint(tmp_path, 2)
@@ -105,7 +105,7 @@ def test_after_a_rollback_files_and_tensorboard_show_one_run(tmp_path: Path) -> 
     assert events.Scalars("critic/score/mean")[2].value == 9.0
 
 
-def test_tensorboard_shows_answers_as_they_are(tmp_path: Path) -> None:
+def test_tensorboard_shows_responses_unchanged(tmp_path: Path) -> None:
     tracker = track(tmp_path, "tensorboard", shown_samples=1)
     tracker.log_samples([sample(7)], 4)
     tracker.close()
@@ -113,7 +113,7 @@ def test_tensorboard_shows_answers_as_they_are(tmp_path: Path) -> None:
     assert event.step == 4 and "    «1»" in event.tensor_proto.string_val[0].decode()
 
 
-def test_configuration_and_environment_are_kept_without_secrets(tmp_path: Path) -> None:
+def test_configuration_and_environment_are_saved_without_secrets(tmp_path: Path) -> None:
     track(tmp_path, "tensorboard").close()
     assert yaml.safe_load((tmp_path / "config.yaml").read_text())["trainer"]["project_name"] == "p"
     assert json.loads((tmp_path / "environment.json").read_text()).keys() >= {"python", "platform", "torch", "transformers"}
@@ -121,13 +121,13 @@ def test_configuration_and_environment_are_kept_without_secrets(tmp_path: Path) 
         assert path.is_dir() or b"s3cret" not in path.read_bytes(), path
 
 
-def test_an_unknown_logger_is_refused_before_anything_is_touched(tmp_path: Path) -> None:
+def test_unknown_logger_is_refused_before_any_file_is_written(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"no logger wnadb; there are console, tensorboard, wandb"):
         track(tmp_path / "run", "console", "wnadb")
     assert not (tmp_path / "run").exists()
 
 
-def test_samples_are_kept_up_to_a_number_and_shown_when_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_samples_are_limited_in_number_and_printed_on_request(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tracker = track(tmp_path, "console", shown_samples=2)
     tracker.log_samples([sample(uid) for uid in range(KEPT_SAMPLES + 5)], 1)
     tracker.close()
@@ -137,7 +137,7 @@ def test_samples_are_kept_up_to_a_number_and_shown_when_asked(tmp_path: Path, ca
 
 
 class FakeWandb(SimpleNamespace):
-    """What we use of the package: init, Settings, Table, Error."""
+    """The parts of the package that are used: init, Settings, Table, Error."""
 
     class Error(Exception):
         pass
@@ -157,7 +157,7 @@ class FakeWandb(SimpleNamespace):
 
 @pytest.fixture
 def no_key(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """An environment without any of the places where W&B looks for a key. Returns where a netrc would be."""
+    """An environment without any of the places where W&B looks for a key. Returns the path of a netrc."""
     for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_IDENTITY_TOKEN_FILE", "WANDB_BASE_URL"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
@@ -170,7 +170,7 @@ def left_out(capsys: pytest.CaptureFixture[str]) -> str:
     return line
 
 
-def test_wandb_without_its_package_is_left_out(
+def test_wandb_without_its_package_is_skipped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
@@ -181,7 +181,7 @@ def test_wandb_without_its_package_is_left_out(
     tracker.close()
 
 
-def test_wandb_without_a_key_is_never_asked_to_start(
+def test_wandb_without_a_key_is_not_started(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_key: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     wandb = FakeWandb()
@@ -191,7 +191,7 @@ def test_wandb_without_a_key_is_never_asked_to_start(
     assert wandb.calls == []
 
 
-def test_wandb_without_network_is_left_out_within_its_time(
+def test_wandb_without_network_is_skipped_within_its_limit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_key: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     wandb = FakeWandb("connection\nrefused")
@@ -202,7 +202,7 @@ def test_wandb_without_network_is_left_out_within_its_time(
     assert wandb.calls[0]["settings"]["init_timeout"] <= 60
 
 
-def test_wandb_gets_numbers_samples_and_on_resume_the_same_run(
+def test_wandb_gets_metrics_samples_and_the_same_run_on_resume(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_key: Path
 ) -> None:
     wandb = FakeWandb()
@@ -222,7 +222,7 @@ def test_wandb_gets_numbers_samples_and_on_resume_the_same_run(
     assert dict(zip(columns, rows[0], strict=True)) == sample(0)
 
 
-def test_where_a_key_may_be(no_key: Path) -> None:
+def test_wandb_key_is_found_in_each_place(no_key: Path) -> None:
     env = {"NETRC": str(no_key)}
     assert not wandb_can_start(env)
     assert not wandb_can_start(env | {"WANDB_API_KEY": ""})

@@ -1,4 +1,4 @@
-"""A run that ends in the way that is asked for: python -m tests.workers.controller.driver RUN_DIR WAY"""
+"""A run that ends in the requested way: python -m tests.workers.controller.driver RUN_DIR WAY"""
 
 import sys
 

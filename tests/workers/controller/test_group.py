@@ -29,7 +29,7 @@ def backend(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 @pytest.fixture(scope="module")
 def four(backend: Backend) -> WorkerGroup:
-    """Two replicas of two ranks: mesh ``rollout`` has two shards, the second answered by its second rank."""
+    """Two replicas of two ranks: mesh ``rollout`` has two shards; the second rank returns results of the second one."""
     group = backend.start_group("four", ResourcePool((4,), "cpu", "p"), TOY, "given", n=3, env={"TOY_SAYS": "hello"})
     group.register_mesh("rollout", Mesh(shard_of_rank=(0, 0, 1, 1), output_ranks=(0, 3)))
     return group
@@ -39,7 +39,7 @@ def two(backend: Backend, **kwargs: object) -> WorkerGroup:
     return backend.start_group("two", ResourcePool((2,), "cpu", "p"), TOY, **kwargs)
 
 
-def test_a_worker_knows_where_it_stands(four: WorkerGroup) -> None:
+def test_worker_has_its_rank_and_place(four: WorkerGroup) -> None:
     infos = four.call(worker_call(Toy.stands)).result()
     assert [(info.rank, info.world_size, info.local_rank, info.node_rank) for info in infos] == [(r, 4, r, 0) for r in range(4)]
     assert len({(info.master_addr, info.master_port) for info in infos}) == 1
@@ -47,15 +47,15 @@ def test_a_worker_knows_where_it_stands(four: WorkerGroup) -> None:
     assert four.call(worker_call(Toy.built_with)).result() == [(("given",), {"n": 3})] * 4
 
 
-def test_the_environment_reaches_the_workers(four: WorkerGroup) -> None:
+def test_environment_reaches_the_workers(four: WorkerGroup) -> None:
     assert four.call(worker_call(Toy.environment, "TOY_SAYS", "OMP_NUM_THREADS")).result() == [["hello", "1"]] * 4
 
 
-def test_without_a_mesh_everything_goes_to_all(four: WorkerGroup) -> None:
+def test_call_without_a_mesh_goes_to_all_ranks(four: WorkerGroup) -> None:
     assert four.call(worker_call(Toy.echo, 1, two="2")).result() == [(rank, (1,), {"two": "2"}) for rank in range(4)]
 
 
-def test_a_mesh_splits_what_is_sharded(four: WorkerGroup) -> None:
+def test_mesh_splits_sharded_arguments(four: WorkerGroup) -> None:
     future = four.call(worker_call(Toy.echo, "all", Sharded(["left", "right"]), plan=Sharded([{1}, {2}])), mesh="rollout")
     assert future.result() == [(0, ("all", "left"), {"plan": {1}}), (3, ("all", "right"), {"plan": {2}})]
     assert future.done() and future.result() == future.result()
@@ -68,7 +68,7 @@ def test_all_ranks_of_a_shard_work(four: WorkerGroup) -> None:
     assert four.call(worker_call(Toy.note, "after")).result() == [count + 2 for count in before]
 
 
-def test_only_the_answers_that_count_travel(four: WorkerGroup) -> None:
+def test_only_results_of_output_ranks_are_sent(four: WorkerGroup) -> None:
     assert four.call(worker_call(Toy.lock_unless, 0, 3), mesh="rollout").result() == [0, 3]
     with pytest.raises(WorkerError, match=r"rank [12] failed in lock_unless: TypeError: cannot pickle"):
         four.call(worker_call(Toy.lock_unless, 0, 3)).result()
@@ -83,7 +83,7 @@ def test_calls_keep_their_order(backend: Backend) -> None:
     group.shutdown()
 
 
-def test_a_call_on_one_replica_leaves_the_other_ranks_alone(four: WorkerGroup) -> None:
+def test_call_on_one_replica_does_not_reach_other_ranks(four: WorkerGroup) -> None:
     before = four.call(worker_call(Toy.noted)).result()
     future = four.call(worker_call(Toy.note, "one replica"), mesh="rollout", replica=1)
     assert future.result() == [len(before[3]) + 1], "the answering rank of the replica is its second"
@@ -102,7 +102,7 @@ def test_calls_queue_on_a_replica_and_replicas_run_independently(backend: Backen
         assert done and not set(done) & set(slow) and not slow[1].done()
     (first,), (second,) = slow[0].result(), slow[1].result()
     assert second == first + 1, "in the order of the calls"
-    assert wait_any([*slow, *fast]) == [*slow, *fast], "all that are done, in the given order"
+    assert wait_any([*slow, *fast]) == [*slow, *fast], "all completed calls, in the given order"
     assert [noted[-2:] for noted in four.call(worker_call(Toy.noted)).result()] == [["a", "b"]] * 2 + [["c", "d"]] * 2
 
 
@@ -111,8 +111,8 @@ def test_errors_contain_the_phase_of_the_call(four: WorkerGroup) -> None:
         four.call(worker_call(Toy.fail, 2), phase="update of actor").result()
 
 
-def test_neither_side_sees_the_others_changes(four: WorkerGroup) -> None:
-    """Also where a large argument lies once in the store for all ranks."""
+def test_controller_and_worker_do_not_share_arguments(four: WorkerGroup) -> None:
+    """Also if a large argument is stored once for all ranks."""
     tensor = torch.zeros(100_000)
     assert four.call(worker_call(Toy.spoil, tensor)).result() == [100_000.0] * 4
     assert four.call(worker_call(Toy.spoil, np.zeros(100_000))).result() == [100_000.0] * 4
@@ -122,7 +122,7 @@ def test_neither_side_sees_the_others_changes(four: WorkerGroup) -> None:
     assert results[1].sum() == 0 and results[0].sum() == 100_000
 
 
-def test_a_failing_rank_is_named(four: WorkerGroup) -> None:
+def test_failing_rank_is_named(four: WorkerGroup) -> None:
     future = four.call(worker_call(Toy.fail, 2))
     with pytest.raises(WorkerError) as raised:
         future.result()
@@ -139,34 +139,34 @@ def test_a_failing_rank_is_named(four: WorkerGroup) -> None:
     ("method", "message"),
     [("no_such_method", "AttributeError: 'Toy' object has no attribute 'no_such_method'"), ("quit", "SystemExit: a library")],
 )
-def test_what_else_can_go_wrong_in_a_worker(four: WorkerGroup, method: str, message: str) -> None:
+def test_other_errors_of_a_worker_are_named(four: WorkerGroup, method: str, message: str) -> None:
     with pytest.raises(WorkerError, match=message):
         four.call(Call(None, method, (), {})).result()
 
 
-def test_a_failing_constructor_is_named(backend: Backend) -> None:
+def test_failing_constructor_is_named(backend: Backend) -> None:
     group = two(backend, fails_on=1)
     for _ in range(2):
-        with pytest.raises(WorkerError, match="rank 1 failed in __init__: ValueError: rank 1 was told to fail"):
+        with pytest.raises(WorkerError, match="rank 1 failed in __init__: ValueError: rank 1 fails on request"):
             group.call(worker_call(Toy.stands)).result()
     group.shutdown()
 
 
-def test_a_worker_that_cannot_be_imported_is_named(backend: Backend) -> None:
+def test_worker_class_that_cannot_be_imported_is_named(backend: Backend) -> None:
     group = backend.start_group("none", ResourcePool((1,), "cpu", "p"), "tests.workers.controller.toy:Tot")
     with pytest.raises(WorkerError, match=r"rank 0 failed in __init__: AttributeError: .*'Tot'"):
         group.call(worker_call(Toy.stands)).result()
     group.shutdown()
 
 
-def test_a_class_may_be_given_instead_of_its_name(backend: Backend) -> None:
+def test_worker_class_is_accepted_instead_of_its_name(backend: Backend) -> None:
     group = backend.start_group("class", ResourcePool((1,), "cpu", "p"), Toy, "given")
     assert group.call(worker_call(Toy.built_with)).result() == [(("given",), {})]
     group.shutdown()
 
 
-def test_slots_come_back_when_a_group_is_shut_down(backend: Backend, four: WorkerGroup) -> None:
-    """Of six slots four are taken."""
+def test_slots_are_released_when_a_group_is_shut_down(backend: Backend, four: WorkerGroup) -> None:
+    """Four of six slots are taken."""
     for _ in range(2):
         group = two(backend)
         group.call(worker_call(Toy.stands)).result()
@@ -175,7 +175,7 @@ def test_slots_come_back_when_a_group_is_shut_down(backend: Backend, four: Worke
             group.call(worker_call(Toy.stands))
 
 
-def test_calls_that_do_not_fit_are_refused(four: WorkerGroup) -> None:
+def test_calls_that_do_not_match_the_mesh_are_refused(four: WorkerGroup) -> None:
     with pytest.raises(ValueError, match=r"echo on mesh 'rollout': argument 0 has 3 items, the mesh 2 shards over 4 ranks"):
         four.call(worker_call(Toy.echo, Sharded([1, 2, 3])), mesh="rollout")
     with pytest.raises(ValueError, match=r"echo: group 'four' has no mesh 'train', only \['rollout'\]"):

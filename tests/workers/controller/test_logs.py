@@ -1,4 +1,4 @@
-"""Where output goes: a display, a file for libraries, and what the user is told."""
+"""Destinations of output: a display, a file for libraries, and the user's terminal."""
 
 import io
 import os
@@ -17,7 +17,7 @@ from pathlib import Path
 early = logging.StreamHandler()
 from workers.controller.logs import chatter_to, tell
 with chatter_to(Path(sys.argv[1]) / "logs" / "controller.log"):
-    print("ours"); tell("told")
+    print("printed"); tell("reported")
     print("noise: print", file=sys.stderr)
     os.write(1, b"noise: C out\\n"); os.write(2, b"noise: C err\\n")
     warnings.warn("noise: warning")
@@ -34,38 +34,38 @@ def run(tmp_path: Path, how: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", PROGRAM, str(tmp_path), how], capture_output=True, text=True)
 
 
-def test_chatter_goes_to_the_file_and_our_words_to_the_user(tmp_path: Path) -> None:
+def test_library_output_goes_to_the_file_and_the_programs_to_the_user(tmp_path: Path) -> None:
     done = run(tmp_path, "well")
-    assert (done.stdout, done.stderr) == ("ours\nafter\n", "told\nafter too\nC again\n")
+    assert (done.stdout, done.stderr) == ("printed\nafter\n", "reported\nafter too\nC again\n")
     written = (tmp_path / "logs/controller.log").read_text()
     for way in ("print", "C out", "C err", "warning", "early handler", "late handler", "child"):
         assert f"noise: {way}" in written, way
-    assert "ours" not in written and "told" not in written
+    assert "printed" not in written and "reported" not in written
     assert last_lines(tmp_path / "logs/controller.log")[0].startswith("noise")
 
 
-def test_an_error_is_the_users(tmp_path: Path) -> None:
+def test_error_goes_to_the_user(tmp_path: Path) -> None:
     done = run(tmp_path, "fail")
-    assert done.returncode == 1 and done.stdout == "ours\n"
-    assert done.stderr.startswith("told\nTraceback") and done.stderr.endswith("RuntimeError: the end\n")
+    assert done.returncode == 1 and done.stdout == "printed\n"
+    assert done.stderr.startswith("reported\nTraceback") and done.stderr.endswith("RuntimeError: the end\n")
 
 
-def test_a_second_attempt_adds_to_the_file(tmp_path: Path) -> None:
+def test_second_attempt_appends_to_the_file(tmp_path: Path) -> None:
     for word in ("one", "two"):
         with chatter_to(tmp_path / "logs" / "controller.log"):
             os.write(2, f"{word}\n".encode())
     assert [line for line in (tmp_path / "logs/controller.log").read_text().splitlines() if "---" not in line] == ["one", "two"]
 
 
-def test_who_has_put_a_stream_in_place_of_stderr_still_reads_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_replaced_stderr_still_receives_output(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with chatter_to(tmp_path / "logs" / "controller.log"):
-        print("ours")
-        tell("told")
+        print("printed")
+        tell("reported")
         print("noise", file=sys.stderr)
-    assert capsys.readouterr() == ("ours\n", "told\nnoise\n")
+    assert capsys.readouterr() == ("printed\n", "reported\nnoise\n")
 
 
-def test_an_open_display_receives_printed_lines(capsys: pytest.CaptureFixture[str]) -> None:
+def test_open_display_receives_printed_lines(capsys: pytest.CaptureFixture[str]) -> None:
     shown = io.StringIO()
     with heard_through(shown):
         tell("one")
@@ -73,14 +73,14 @@ def test_an_open_display_receives_printed_lines(capsys: pytest.CaptureFixture[st
     assert shown.getvalue() == "one\n" and capsys.readouterr().err == "two\n"
 
 
-def test_stacks_of_a_late_call_are_the_users(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_stacks_of_a_late_call_go_to_the_user(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     with chatter_to(tmp_path / "logs" / "controller.log"), stacks_after(0.05):
         subprocess.run(["sleep", "0.3"])
     assert "Timeout (0:00:00" in capfd.readouterr().err
     assert "Timeout" not in (tmp_path / "logs/controller.log").read_text()
 
 
-def test_why_nccl_ended_a_process_comes_before_its_last_lines(tmp_path: Path) -> None:
+def test_nccl_cause_precedes_the_last_lines(tmp_path: Path) -> None:
     cause = "[rank0]: Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7, OpType=ALLREDUCE)"
     frames = [f"frame #{number}: c10d" for number in range(100)]
     (tmp_path / "log").write_text("\n".join(["--- process 7", "early", cause, *frames]))

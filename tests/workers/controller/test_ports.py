@@ -17,7 +17,7 @@ def port_of(held: socket.socket) -> int:
     return int(held.getsockname()[1])
 
 
-def test_a_held_port_is_for_the_listener_that_it_is_held_for() -> None:
+def test_held_port_is_usable_only_by_its_listener() -> None:
     with hold_port() as held:
         port = port_of(held)
         assert subprocess.run([sys.executable, "-c", BIND, str(port)], capture_output=True).returncode == 1, "another program"
@@ -27,17 +27,17 @@ def test_a_held_port_is_for_the_listener_that_it_is_held_for() -> None:
     assert subprocess.run([sys.executable, "-c", BIND, str(port)], capture_output=True).returncode == 0
 
 
-def test_two_that_draw_the_same_port_do_not_both_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second draws again."""
+def test_port_chosen_twice_is_held_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second process chooses again."""
     with hold_port() as one, hold_port() as other:
         free = {port_of(one), port_of(other)}
     monkeypatch.setattr(ports, "RANK_PORTS", sorted(free))
-    for _ in range(20):  # each time the second would draw the first one's port in every other case
+    for _ in range(20):  # in every second case both would choose the same port
         with hold_port() as one, hold_port() as other:
             assert {port_of(one), port_of(other)} == free
 
 
-def test_ports_are_neither_kubernetes_nor_those_of_connections(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_ports_exclude_kubernetes_and_ephemeral_ranges(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert max(ports_outside(32768, 60999)) < 30000
     assert list(ports_outside(20005, 60999)) == list(range(20000, 20005))
     assert list(ports_outside(1024, 65535)) == list(range(20000, 30000)), "they are held: no connection gets them"

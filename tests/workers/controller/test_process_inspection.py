@@ -1,4 +1,4 @@
-"""What can be known of a process from outside: one that sleeps, one that holds the interpreter's lock, one that is stopped."""
+"""Inspection of a process from outside: one that sleeps, one that holds the interpreter's lock, one that is stopped."""
 
 import os
 import signal
@@ -49,13 +49,13 @@ def process(code: str, start: str = START) -> Iterator[int]:
             os.killpg(child.pid, signal.SIGKILL)
 
 
-def test_a_process_that_holds_the_interpreters_lock_says_where_it_is() -> None:
+def test_process_that_holds_the_interpreter_lock_reports_its_stack() -> None:
     with process(HOLDS_LOCK) as pid:
         ((state,),) = examine([pid])  # sleep() ends at a signal
     assert "in extension\n" in state.stacks
 
 
-def test_a_busy_process_reports_its_stack_and_continues() -> None:
+def test_busy_process_reports_its_stack_and_continues() -> None:
     with process(SLEEPS) as pid:
         for _ in range(2):
             ((state,),) = examine([pid])
@@ -63,7 +63,7 @@ def test_a_busy_process_reports_its_stack_and_continues() -> None:
         assert state.pid == pid and state.status == "sleeping" and state.rss > 2**20 and sys.executable in state.command
 
 
-def test_a_process_that_cannot_answer_is_not_waited_for_and_not_woken() -> None:
+def test_process_that_cannot_reply_is_not_waited_for_and_not_woken() -> None:
     with process(SLEEPS) as pid:
         os.kill(pid, signal.SIGSTOP)
         os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOWAIT)
@@ -84,7 +84,7 @@ def test_children_are_listed_and_only_responsive_ones_are_queried() -> None:
             assert [child.stacks for child in others] == ["", ""] and all(child.waits_in for child in others)
 
 
-def test_a_process_that_is_gone_or_not_reaped_is_dead() -> None:
+def test_ended_or_unreaped_process_is_dead() -> None:
     child = subprocess.Popen(["true"])
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
     ((zombie,),) = examine([child.pid])
@@ -94,7 +94,7 @@ def test_a_process_that_is_gone_or_not_reaped_is_dead() -> None:
     assert examine([]) == []
 
 
-def test_a_rank_in_words(tmp_path: Path) -> None:
+def test_text_of_a_rank(tmp_path: Path) -> None:
     stacks = 'Thread 0x1 (most recent call first):\n  File "b.py", line 1 in other\n\n'
     stacks += 'Current thread 0x2 (most recent call first):\n  File "a.py", line 3 in inner\n  File "a.py", line 9 in outer\n'
     own = ProcessState(7, "python", "sleeping", (), 1, stacks)

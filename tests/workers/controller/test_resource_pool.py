@@ -9,12 +9,12 @@ def test_ranks_are_counted_node_by_node() -> None:
     assert [pool.place(rank) for rank in range(6)] == [(0, 0), (0, 1), (1, 0), (2, 0), (2, 1), (2, 2)]
 
 
-def test_a_part_of_a_room_stands_where_it_begins() -> None:
+def test_part_of_a_reservation_starts_at_its_first_slot() -> None:
     part = ResourcePool((2, 2), "cuda", "critic", room=ResourcePool((4, 4, 4), "cuda", "workers"), first_node=1, first_slot=2)
     assert [part.place(rank) for rank in range(4)] == [(1, 2), (1, 3), (2, 2), (2, 3)]
 
 
 @pytest.mark.parametrize("n_per_node", [(), (2, 0)])
-def test_a_node_without_slots_is_refused(n_per_node: tuple[int, ...]) -> None:
+def test_node_without_slots_is_refused(n_per_node: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match=r"pool 'train' takes \[.*\] slots"):
         ResourcePool(n_per_node, "cpu", "train")

@@ -1,4 +1,4 @@
-"""Remote calls: arguments reach their ranks, arrive equal in memory of their own, and tensors are sent as buffers."""
+"""Remote calls: arguments reach their ranks, arrive equal in their own memory, and tensors are sent as buffers."""
 
 import functools
 
@@ -46,7 +46,7 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("tensor", TENSORS, ids=lambda tensor: f"{tensor.dtype}{list(tensor.shape)}")
-def test_a_tensor_arrives_as_it_was(tensor: torch.Tensor) -> None:
+def test_tensor_round_trips_bitwise(tensor: torch.Tensor) -> None:
     (arrived,) = unpack(pack([tensor]))
     assert (arrived.dtype, arrived.shape) == (tensor.dtype, tensor.shape)
     assert torch.equal(bits(arrived), bits(tensor))
@@ -57,14 +57,14 @@ def test_tensors_and_arrays_are_not_in_the_pickle() -> None:
     message = pack({"tensor": tensor, "array": array})
     assert len(message.data) < 1_000
     assert [buffer.nbytes for buffer in message.buffers] == [20_000, 40_000]
-    assert message.buffers[0].ctypes.data == tensor.data_ptr(), "packing copies nothing"
+    assert message.buffers[0].ctypes.data == tensor.data_ptr(), "packing must not copy"
 
 
-def test_a_view_leaves_the_rest_of_its_storage_behind() -> None:
+def test_view_is_sent_without_the_rest_of_its_storage() -> None:
     assert pack(torch.zeros(1_000_000)[10:20]).nbytes < 1_000
 
 
-def test_what_arrives_is_the_receivers_own() -> None:
+def test_received_arguments_are_independent_copies() -> None:
     sent = {"tensor": torch.zeros(4), "array": np.zeros(4), "list": [0]}
     message = pack(sent)
     first, second = unpack(message), unpack(message)
@@ -75,7 +75,7 @@ def test_what_arrives_is_the_receivers_own() -> None:
         assert other["tensor"].sum() == 0 and other["array"].sum() == 0 and other["list"] == [0]
 
 
-def test_a_batch_arrives_whole() -> None:
+def test_batch_round_trips() -> None:
     batch = Batch(
         lengths=torch.tensor([2, 3]),
         tokens={"input_ids": torch.arange(5), "log_probs": torch.randn(5).bfloat16()},
@@ -89,13 +89,13 @@ def test_a_batch_arrives_whole() -> None:
     assert torch.equal(arrived.rows["uid"], batch.rows["uid"])
 
 
-def test_the_graph_stays_at_home() -> None:
+def test_autograd_graph_is_not_sent() -> None:
     tensor = torch.ones(2, requires_grad=True) * 2
     arrived = unpack(pack(tensor))
     assert not arrived.requires_grad and arrived.tolist() == [2.0, 2.0]
 
 
-def test_sparse_tensors_and_functions_travel_too() -> None:
+def test_sparse_tensors_and_functions_round_trip() -> None:
     sparse, function = unpack(pack((torch.eye(3).to_sparse(), lambda x: f"{NOTE} {x}")))
     assert torch.equal(sparse.to_dense(), torch.eye(3))
     assert function(1) == "defined here 1"
@@ -123,7 +123,7 @@ def meshes(draw: st.DrawFn) -> Mesh:
 
 
 @given(meshes())
-def test_what_is_split_comes_back_in_order(mesh: Mesh) -> None:
+def test_split_arguments_are_joined_in_order(mesh: Mesh) -> None:
     items = [f"item {shard}" for shard in range(mesh.n_shards)]
     calls = split(mesh, (Sharded(items),), {})
     assert len(calls) == mesh.world_size
@@ -131,19 +131,21 @@ def test_what_is_split_comes_back_in_order(mesh: Mesh) -> None:
 
 
 @pytest.mark.parametrize(
-    ("args", "kwargs", "said"),
+    ("args", "kwargs", "message"),
     [
         ((0, Sharded([1])), {}, "argument 1 has 1 items, the mesh 2 shards over 4 ranks"),
         ((), {"batch": Sharded([1, 2, 3])}, "argument 'batch' has 3 items, the mesh 2 shards over 4 ranks"),
     ],
 )
-def test_a_wrong_number_of_items_is_counted(args: tuple[object, ...], kwargs: dict[str, object], said: str) -> None:
-    with pytest.raises(ValueError, match=said):
+def test_wrong_number_of_items_is_an_error_with_the_counts(
+    args: tuple[object, ...], kwargs: dict[str, object], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
         split(PAIRS, args, kwargs)
 
 
 @pytest.mark.parametrize(
-    ("shard_of_rank", "answers", "said"),
+    ("shard_of_rank", "answers", "message"),
     [
         ((0, 2), (0, 1), r"2 answering ranks, its ranks get shards \[0, 2\]"),
         ((0, 0, 1), (0,), r"1 answering ranks, its ranks get shards \[0, 1\]"),
@@ -151,8 +153,8 @@ def test_a_wrong_number_of_items_is_counted(args: tuple[object, ...], kwargs: di
         ((0, 1), (0, 2), r"rank 2 cannot answer for shard 1: ranks \[1\] hold it"),
     ],
 )
-def test_a_mesh_that_cannot_be(shard_of_rank: tuple[int, ...], answers: tuple[int, ...], said: str) -> None:
-    with pytest.raises(ValueError, match=said):
+def test_invalid_mesh_is_refused(shard_of_rank: tuple[int, ...], answers: tuple[int, ...], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         Mesh(shard_of_rank, answers)
 
 
@@ -176,7 +178,7 @@ def executed(executor: Executor, call: Call[object], wanted: bool = True) -> obj
     return result if isinstance(result, Failure) else unpack(result)
 
 
-def test_a_call_reaches_the_worker_or_one_of_its_roles_by_the_name_of_the_method() -> None:
+def test_call_reaches_the_worker_or_a_role_by_method_name() -> None:
     executor = Executor()
     executor.start("info", pack(Holder), ())
     assert executed(executor, worker_call(Holder.info_twice)) == ["info", "info"]
@@ -186,6 +188,6 @@ def test_a_call_reaches_the_worker_or_one_of_its_roles_by_the_name_of_the_method
     assert isinstance(failure, Failure) and (failure.method, failure.message) == ("add", "KeyError: 'critic'")
 
 
-def test_a_sharded_argument_is_split_and_others_are_not() -> None:
+def test_only_sharded_arguments_are_split() -> None:
     call = role_call("adder", Role.add, sharded([1, 2]), other=3)
     assert split(PAIRS, call.args, call.kwargs) == [((shard,), {"other": 3}) for shard in (1, 1, 2, 2)]

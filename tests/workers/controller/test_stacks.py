@@ -1,4 +1,4 @@
-"""Stacks of a process that is asked from outside."""
+"""Stacks of a process, requested from outside."""
 
 import os
 from pathlib import Path
@@ -16,19 +16,19 @@ Current thread 0x00007efe33625b80 (most recent call first):
 """
 
 
-def test_frames_of_each_thread_the_innermost_first() -> None:
+def test_frames_of_each_thread_start_with_the_innermost() -> None:
     other, main = frames_by_thread(TWO_THREADS)
     assert other[0] == Frame("/lib/threading.py", 982, "run")
     assert main == [Frame("/tmp/a b.py", 6, "hang"), Frame("/tmp/a b.py", 7, "<module>")]
     assert frames_by_thread("") == []
 
 
-def test_a_process_says_once_that_it_answers() -> None:
+def test_process_announces_once_that_it_replies() -> None:
     for _ in range(2):
         enable_stack_reports()
     memory = memory_of_stacks(os.getpid())
     assert memory is not None
     links = [os.readlink(entry) for entry in Path("/proc/self/fd").iterdir() if os.path.lexists(entry)]
     assert links.count(os.readlink(memory)) == 1
-    assert memory_of_stacks(1) is None, "another's process"
-    assert memory_of_stacks(2**22 + 1) is None, "nobody's"
+    assert memory_of_stacks(1) is None, "a process of another user"
+    assert memory_of_stacks(2**22 + 1) is None, "no process"

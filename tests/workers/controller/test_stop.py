@@ -1,4 +1,4 @@
-"""Signals unwind the stack, once; what must not be cut short is not."""
+"""Signals unwind the stack once, except in shielded blocks."""
 
 import os
 import signal
@@ -27,11 +27,11 @@ os.kill(os.getpid(), 9)
 
 def send(number: int) -> None:
     os.kill(os.getpid(), number)
-    time.sleep(5)  # the signal ends it
+    time.sleep(5)  # the signal interrupts it
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_a_request_to_end_becomes_an_exit_code(number: int) -> None:
+def test_termination_signal_becomes_an_exit_code(number: int) -> None:
     closed = []
     with pytest.raises(SystemExit) as left, graceful_stop():
         try:
@@ -42,28 +42,28 @@ def test_a_request_to_end_becomes_an_exit_code(number: int) -> None:
     assert closed == [True]
 
 
-def test_ctrl_c_stays_an_interrupt() -> None:
+def test_ctrl_c_remains_a_keyboard_interrupt() -> None:
     with handlers_kept():
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell lets what runs in its background ignore it
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell makes its background processes ignore it
         with pytest.raises(KeyboardInterrupt), graceful_stop():
             send(signal.SIGINT)
 
 
-def test_what_the_parent_ignores_stays_ignored() -> None:
+def test_signal_that_the_parent_ignores_stays_ignored() -> None:
     with handlers_kept():
         signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
         with graceful_stop():
             os.kill(os.getpid(), signal.SIGHUP)
 
 
-def test_handlers_are_put_back() -> None:
+def test_handlers_are_restored() -> None:
     before = [signal.getsignal(number) for number in SIGNALS]
     with graceful_stop(), shielded():
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
     assert [signal.getsignal(number) for number in SIGNALS] == before
 
 
-def test_a_shielded_block_ends_before_the_signal_counts() -> None:
+def test_shielded_block_completes_before_the_signal_is_handled() -> None:
     done = []
     with pytest.raises(SystemExit) as left, graceful_stop(), shielded():
         for _ in range(3):
@@ -72,7 +72,7 @@ def test_a_shielded_block_ends_before_the_signal_counts() -> None:
     assert done == [True] and left.value.code == 128 + signal.SIGTERM
 
 
-def test_a_child_dies_with_a_killed_parent() -> None:
+def test_child_dies_with_a_killed_parent() -> None:
     parent = subprocess.run([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, text=True, timeout=60)
     child = int(parent.stdout)
     assert parent.returncode == -signal.SIGKILL

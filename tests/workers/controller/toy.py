@@ -17,7 +17,7 @@ from workers.controller.group import WorkerInfo
 class Toy:
     def __init__(self, info: WorkerInfo, *args: Any, fails_on: int | None = None, **kwargs: Any) -> None:
         if info.rank == fails_on:
-            raise ValueError(f"rank {info.rank} was told to fail")
+            raise ValueError(f"rank {info.rank} fails on request")
         self.info = info
         self.given = (args, kwargs)
         self.calls: list[Any] = []
@@ -44,7 +44,7 @@ class Toy:
         return value
 
     def lock_unless(self, *ranks: int) -> Any:
-        """Something that cannot be pickled, on the other ranks."""
+        """Something that cannot be pickled, on ranks other than these."""
         return self.info.rank if self.info.rank in ranks else threading.Lock()
 
     def note(self, what: Any, pause: float = 0.0) -> int:
@@ -56,12 +56,12 @@ class Toy:
         return self.calls
 
     def spoil(self, value: Any) -> float:
-        """Changes what it got, in place."""
+        """Change the argument in place."""
         value += 1
         return float(value.sum())
 
     def fail(self, rank: int, hangs: bool = False) -> None:
-        """``rank`` raises; the others are done at once, or hang as in a collective."""
+        """``rank`` raises; the others return at once, or hang as in a collective."""
         if self.info.rank == rank:
             raise KeyError("no such thing")
         if hangs:
@@ -81,23 +81,23 @@ class Toy:
         os._exit(3)
 
     def die_later(self, rank: int, seconds: float) -> None:
-        """The others fail at once, as those do whose connection to it breaks."""
+        """The others fail at once, as ranks whose connection breaks."""
         if self.info.rank != rank:
             raise ConnectionError("connection closed by peer")
         time.sleep(seconds)
         os.kill(os.getpid(), signal.SIGKILL)
 
     def hang(self, *ranks: int) -> str:
-        """On these ranks; on all, if none is named."""
+        """Hang on these ranks; on all, if none is given."""
         if not ranks or self.info.rank in ranks:
             time.sleep(600)
         return "done"
 
     def hang_with_lock(self, says: str = "") -> None:
-        """As a C extension that never lets go of the interpreter."""
+        """Like a C extension that never releases the interpreter's lock."""
         print(says, flush=True)
         ctypes.PyDLL(None).sleep(600)
 
     def orphan(self) -> None:
-        """A process that has no parent here and outlives this one unless somebody ends it."""
+        """Start a process without a parent here, which outlives this one unless it is killed."""
         subprocess.run(["sh", "-c", "setsid sleep 600 &"], check=True)

@@ -24,7 +24,7 @@ def sigmoid(x: float) -> float:
     return 1 / (1 + math.exp(-x))
 
 
-def test_the_loss_by_hand() -> None:
+def test_loss_equals_a_computation_by_hand() -> None:
     chosen, rejected, margin = torch.tensor([[2.0, 0.0, -1.0], [0.5, 0.0, 3.0], [0.0, 0.0, 1.0]], dtype=DTYPE)
     by_hand = [-math.log(sigmoid(1.5)), math.log(2), -math.log(sigmoid(-5.0))]
     assert pair_losses(chosen, rejected, margin, PLAIN).tolist() == pytest.approx(by_hand, rel=1e-12)
@@ -32,7 +32,7 @@ def test_the_loss_by_hand() -> None:
     assert pair_losses(chosen, rejected, margin, CENTERED).tolist() == pytest.approx(centered, rel=1e-12)
 
 
-def test_the_loss_is_finite_where_the_model_is_far_off() -> None:
+def test_loss_of_large_score_differences_is_finite() -> None:
     far = torch.tensor([-1e4, 1e4])
     assert pair_losses(far, -far, torch.zeros(2), PLAIN).tolist() == [2e4, 0.0]
 
@@ -41,7 +41,7 @@ def test_accuracy_counts_ties_half() -> None:
     assert accuracy(torch.tensor([0.1, -2.0, 0.0])).tolist() == [1.0, 0.0, 0.5]
 
 
-def test_the_calibration_error_by_hand() -> None:
+def test_calibration_error_equals_a_computation_by_hand() -> None:
     """Two pairs in the bin from 0.70 to 0.75, one of them wrong; one pair in the last bin, right."""
     logit = [math.log(p / (1 - p)) for p in (0.72, 0.74, 0.98)]
     found = calibration_error(torch.tensor([logit[0], -logit[1], logit[2]], dtype=DTYPE))
@@ -85,7 +85,7 @@ def losses_at(batch: Batch) -> dict[tuple[int, int], float]:
     return {(uid, length): loss for uid, length, loss in at if loss}
 
 
-def test_a_pairs_loss_is_at_the_end_of_its_chosen_row_whatever_the_order() -> None:
+def test_loss_of_a_pair_is_at_the_end_of_its_chosen_row_in_any_order() -> None:
     by_hand = {(7, 1): -math.log(sigmoid(0.25)), (3, 3): -math.log(sigmoid(-3.0)), (5, 5): -math.log(sigmoid(2.0))}
     for order in ([0, 1, 2, 3, 4, 5], [5, 4, 3, 2, 1, 0], [3, 0, 5, 2, 1, 4]):
         assert losses_at(pairs(order)) == pytest.approx(by_hand, rel=1e-12)
@@ -104,7 +104,7 @@ def test_pair_split_over_micro_batches_raises() -> None:
         BradleyTerryLoss(PLAIN)({"scores": batch.rows["score"]}, batch)
 
 
-def test_a_dummy_row_has_a_gradient_of_zero() -> None:
+def test_dummy_row_has_a_gradient_of_zero() -> None:
     """Empty micro-batches run a dummy row, so that all ranks run the same number of backward passes."""
     columns = {name: torch.zeros(1, dtype=torch.int64) for name in ("uid", "side", "margin")}
     scores = torch.ones(1, requires_grad=True)

@@ -53,7 +53,7 @@ def plain(path: str, batch: Batch, texts: Batch) -> dict[str, Tensor]:
     return {name: param.grad.clone() for name, param in model.named_parameters()}
 
 
-def test_the_gradient_is_the_sum_of_both_however_it_is_cut(path: str, tmp_path: Path) -> None:
+def test_gradient_is_the_sum_of_both_losses_for_any_micro_batches(path: str, tmp_path: Path) -> None:
     batch, texts = answers(), stream(tmp_path, COEFFICIENT, ratio=1.0)
     mixed = texts.extend(batch)
     expected = plain(path, batch, texts.data.batch([texts.order.batch(i)[0] for i in range(texts.drawn)]))
@@ -67,7 +67,7 @@ def test_the_gradient_is_the_sum_of_both_however_it_is_cut(path: str, tmp_path: 
             found[f"{limits}, {n_ranks} ranks"] = distance(summed, expected)
     assert {name: apart for name, apart in found.items() if not apart <= 1e-10} == {}
     alone = gradients(engine, *(part[0] for part in cut(batch, max_rows=9)), actor_loss(entropy_coeff=0.1))
-    assert distance(alone, expected) > 1e-3, "the texts do enter"
+    assert distance(alone, expected) > 1e-3, "the texts must change the gradient"
 
 
 def test_policy_metrics_are_unchanged_by_texts(path: str, tmp_path: Path) -> None:

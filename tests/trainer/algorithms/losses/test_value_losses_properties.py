@@ -47,7 +47,7 @@ def test_value_and_gradient_by_definition(mode: str, seed: int, cliprange: float
 
 @few
 @given(seeds)
-def test_the_clipped_loss_is_never_below_the_plain_one(seed: int) -> None:
+def test_clipped_loss_is_never_below_the_plain_one(seed: int) -> None:
     vpreds, values, returns, mask = draw(seed)
     found = [
         float(padded.value_loss(vpreds.detach(), values, returns, mask, "token-mean", cliprange_value=c)[0])

@@ -51,7 +51,7 @@ def local(conversations: Conversations | None = None, *, longest: int | None = N
     return LocalModel("a", scoring_model(**changes), cast(Any, engine), conversations, longest=longest, vocabulary=300), engine
 
 
-def test_the_policys_tokens_as_they_are() -> None:
+def test_policy_tokens_are_not_reencoded() -> None:
     model, engine = local()
     scores, at_tokens = model.score(answers([3, 4, 5], [3, 6]), [], [])
     assert at_tokens is None and [score.value for score in scores] == [5.0, 6.0] and scores[0].extra == {}
@@ -70,7 +70,7 @@ def test_other_tokenizer_encodes_conversations_and_reports_failures() -> None:
 
 
 @pytest.mark.parametrize(("how", "read"), [("left", [5, 6, 8]), ("right", [3, 4, 5])])
-def test_longer_rows_are_cut_and_counted(how: str, read: list[int]) -> None:
+def test_longer_rows_are_truncated_and_counted(how: str, read: list[int]) -> None:
     model, engine = local(longest=3, truncation=how)
     scores, _ = model.score(answers([3, 4, 5, 6, 8], [3, 4, 5]), [], [])
     assert engine.asked[0].split_rows("input_ids")[0].tolist() == read
@@ -89,7 +89,7 @@ def test_failed_row_has_a_reason_and_affects_no_other_row() -> None:
     ]
 
 
-def test_without_readable_rows_the_model_is_not_called() -> None:
+def test_model_is_not_called_without_readable_rows() -> None:
     model, engine = local(longest=1)
     scores, _ = model.score(answers([3, 4], [3, 4]), [], [])
     assert engine.asked == [] and all(score.value is None for score in scores)

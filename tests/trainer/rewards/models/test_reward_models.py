@@ -57,7 +57,7 @@ def test_value_is_the_weighted_sum_and_extra_has_the_parts() -> None:
     assert scores[1].extra == {"acc": 0.5, "length": 4.0, "a": -4.0, "b": 7.0}
 
 
-def test_without_rules_there_is_no_acc() -> None:
+def test_score_without_rules_has_no_acc() -> None:
     scores, _ = add([model(2.0, -4.0)], [Score(0.0, {}, None)] * 2, rules_asked=False)
     assert [(score.value, score.extra) for score in scores] == [(2.0, {"a": 2.0}), (-4.0, {"a": -4.0})]
 
@@ -87,7 +87,7 @@ def test_validation_score_rises_with_the_raw_reward() -> None:
     assert measured == sorted(measured) and measured[-1] == pytest.approx(4.0, abs=0.01)
 
 
-def test_a_late_rules_score_stays_late() -> None:
+def test_late_score_of_a_rule_stays_late() -> None:
     rules = [Score(-1.0, {}, "timed out after 30 s", True), Score(None, {}, "timed out after 30 s", True)]
     scores, _ = add([model(2.0, None, weight=0.5)], rules)
     assert [(score.value, score.timed_out, score.error) for score in scores] == [
@@ -108,7 +108,7 @@ def test_state_is_that_of_running_moments() -> None:
     assert (moments.count, moments.mean, moments.std) == (2, 3.0, 2.0)
 
 
-def test_a_part_that_failed_fails_the_whole_with_the_first_error() -> None:
+def test_failed_part_fails_the_sum_with_the_first_error() -> None:
     rules = [Score(1.0, {}, None), Score(None, {"length": 1.0}, "KeyError: 'x'")]
     scores, _ = add([model(None, 3.0), model(None, None, name="b")], rules)
     assert scores[0] == Score(None, {"acc": 1.0}, "reward model a: too long")

@@ -81,7 +81,7 @@ def is_alive(pid: int) -> bool:
 def wait_until(condition: Callable[[], bool], limit: float = 10.0) -> None:
     patience = time.monotonic() + limit
     while not condition():
-        assert time.monotonic() < patience, "waited in vain"
+        assert time.monotonic() < patience, "the condition did not become true"
         time.sleep(0.01)
 
 
@@ -154,7 +154,7 @@ def test_late_response_affects_no_other(rewards: Path) -> None:
     assert 0.4 <= took < 5.0 and "pid" in first
 
 
-def test_the_limit_is_for_an_answer_not_for_its_chunk(rewards: Path) -> None:
+def test_limit_applies_to_a_response_not_to_its_chunk(rewards: Path) -> None:
     with RewardRunner(config(rewards, num_workers=1, timeout=0.5)) as runner:
         expect(runner.score(answers(*["sleep 0.2"] * 12)), {})  # chunks of three
 
@@ -186,7 +186,7 @@ def test_start_does_not_wait_and_close_leaves_nothing(rewards: Path) -> None:
     runner.close()
 
 
-def test_a_process_killed_between_calls_is_replaced(rewards: Path) -> None:
+def test_process_killed_between_calls_is_replaced(rewards: Path) -> None:
     with RewardRunner(config(rewards)) as runner:
         pids = {int(score.extra["pid"]) for score in runner.score(answers(*["sleep 0.05"] * 8))}
         for pid in pids:
@@ -195,7 +195,7 @@ def test_a_process_killed_between_calls_is_replaced(rewards: Path) -> None:
         expect(runner.score(answers(*["fine"] * 8)), {})
 
 
-def test_an_interrupted_call_leaves_nothing_for_the_next(rewards: Path) -> None:
+def test_interrupted_call_does_not_affect_the_next(rewards: Path) -> None:
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
@@ -237,7 +237,7 @@ def test_no_more_processes_than_cores(rewards: Path, monkeypatch: pytest.MonkeyP
     assert len({score.extra["pid"] for score in scores}) == 1
 
 
-def test_without_rules_no_process_is_started() -> None:
+def test_no_process_is_started_without_rules() -> None:
     before = psutil.Process().children()
     with RewardRunner(reward_config(scorer="none")) as runner:
         runner.wait_ready()
@@ -245,7 +245,7 @@ def test_without_rules_no_process_is_started() -> None:
         assert runner.score([Response("any", "text", None, {}, True)] * 2) == [Score(0.0, {}, None)] * 2
 
 
-def test_without_workers_the_controller_scores(rewards: Path) -> None:
+def test_controller_scores_without_workers(rewards: Path) -> None:
     with RewardRunner(config(rewards, num_workers=0)) as runner:
         scores = runner.score(answers("fine", "raise", "fine"))
     expect(scores, {1: "RuntimeError: as asked"})
@@ -254,7 +254,7 @@ def test_without_workers_the_controller_scores(rewards: Path) -> None:
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("n", [0, 1, 500])
-def test_a_function_of_whole_batches_gets_them_whole(rewards: Path, num_workers: int, n: int) -> None:
+def test_batch_function_gets_complete_batches(rewards: Path, num_workers: int, n: int) -> None:
     with RewardRunner(config(rewards, name="all_at_once", num_workers=num_workers)) as runner:
         scores = runner.score(answers(*["fine"] * n))
         again = runner.score(answers("fine", "fine"))
@@ -264,7 +264,7 @@ def test_a_function_of_whole_batches_gets_them_whole(rewards: Path, num_workers:
     assert len({score.extra["pid"] for score in (*scores, *again)}) == 1
 
 
-def test_one_process_is_kept_for_whole_batches(rewards: Path) -> None:
+def test_one_process_is_used_for_batch_functions(rewards: Path) -> None:
     before = len(psutil.Process().children())
     with RewardRunner(config(rewards, name="all_at_once")) as runner:
         runner.start()
@@ -275,7 +275,7 @@ def test_one_process_is_kept_for_whole_batches(rewards: Path) -> None:
         assert len(psutil.Process().children()) == before + 1
 
 
-def test_a_batch_has_the_time_of_its_answers_and_fails_whole(rewards: Path) -> None:
+def test_batch_has_the_limit_of_its_responses_and_fails_as_a_unit(rewards: Path) -> None:
     with RewardRunner(config(rewards, name="all_at_once", timeout=0.3)) as runner:
         runner.wait_ready()
         expect(runner.score(answers("sleep 0.5", "fine", "fine")), {})
@@ -286,7 +286,7 @@ def test_a_batch_has_the_time_of_its_answers_and_fails_whole(rewards: Path) -> N
         expect(runner.score(answers("fine", "fine")), {})
 
 
-def test_a_file_that_kills_its_process_is_an_error_of_the_start(tmp_path: Path) -> None:
+def test_file_that_kills_its_process_is_an_error_at_the_start(tmp_path: Path) -> None:
     path = tmp_path / "rewards.py"
     path.write_text("import os\nos._exit(7)\n")
     with RewardRunner(config(path)) as runner, pytest.raises(RuntimeError, match="did not start: it ended with exit code 7"):
@@ -309,7 +309,7 @@ def test_built_in_scorers_and_an_unknown_source(num_workers: int) -> None:
 
 
 @pytest.mark.alone
-def test_a_warm_pool_is_quick() -> None:
+def test_warm_pool_is_fast() -> None:
     """4,096 GSM8K answers take 0.05 s on two idle cores, 256 short ones 3 ms. The bounds leave room for a busy machine."""
     solution = "She sold 48 / 2 = <<48/2=24>>24 clips in May, and 48 + 24 altogether.\n" * 4
     many = [Response("openai/gsm8k", f"{solution}#### {i:,}", str(i), {"answer": solution}, finished=True) for i in range(4096)]
@@ -363,7 +363,7 @@ ADVERSARIAL = {
 }
 
 
-def test_adversarial_answers_take_no_process_down() -> None:
+def test_adversarial_responses_kill_no_process() -> None:
     """They are wrong, not failed; the answers between them keep their scores; no process of the pool dies."""
     truths = {"openai/gsm8k": "7", "lighteval/MATH": "x+7", "math_dapo": "7", "apps": {"inputs": ["7"], "outputs": ["7"]}}
     right = {"openai/gsm8k": "#### 7", "lighteval/MATH": "\\boxed{7+x}", "math_dapo": "Answer: 7", "apps": "print(input())"}
@@ -378,7 +378,7 @@ def test_adversarial_answers_take_no_process_down() -> None:
     assert all(score.value in (0.0, -1.0) for score in scores[::2]) and all(score.value == 1.0 for score in scores[1::2])
 
 
-def test_a_scorer_that_takes_too_much_memory_fails_that_answer_alone(rewards: Path) -> None:
+def test_scorer_out_of_memory_fails_only_that_response(rewards: Path) -> None:
     rewards.write_text(
         "def compute_score(data_source, solution_str, ground_truth, extra_info):\n    return len(bytearray(int(solution_str)))"
     )
@@ -397,7 +397,7 @@ def test_further_arguments_of_the_users_function(rewards: Path) -> None:
         assert runner.score(answers("four"))[0].value == 2.0
 
 
-def test_without_workers_closing_ends_the_servers_of_the_scorers() -> None:
+def test_close_without_workers_ends_the_servers_of_the_scorers() -> None:
     with RewardRunner(reward_config(num_workers=0)) as runner:
         assert runner.score([Response("lighteval/MATH", "\\boxed{x+1}", "1+x", {}, finished=True)])[0].value == 1.0
         pid = fork_server("trainer.rewards.rules.math").pid

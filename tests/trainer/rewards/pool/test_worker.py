@@ -41,7 +41,7 @@ def test_further_arguments_of_the_configuration_reach_the_function(tmp_path: Pat
         ("data_source, solution_str, ground_truth, extra_info", {"scale": 1}, "got an unexpected keyword argument 'scale'"),
     ],
 )
-def test_a_function_of_other_arguments_is_refused_before_it_is_called(
+def test_function_with_other_arguments_is_refused_before_a_call(
     head: str, kwargs: dict[str, int], message: str, tmp_path: Path
 ) -> None:
     path = write(tmp_path / "rewards.py", f"def f({head}): raise AssertionError")
@@ -51,12 +51,12 @@ def test_a_function_of_other_arguments_is_refused_before_it_is_called(
     assert str(error.value) == f"reward.custom_reward_function.path={path}: f must take {names} as keywords: {message}"
 
 
-def test_a_function_that_takes_anything_is_taken(tmp_path: Path) -> None:
+def test_function_with_keyword_arguments_is_accepted(tmp_path: Path) -> None:
     path = write(tmp_path / "rewards.py", "def f(ground_truth, **row): return 1.0")
     assert load_function(path, "f", {"scale": 1})(ground_truth="") == 1.0
 
 
-def test_a_function_of_whole_batches_is_known_by_its_argument(tmp_path: Path) -> None:
+def test_batch_function_is_recognized_by_its_argument(tmp_path: Path) -> None:
     path = write(tmp_path / "rewards.py", "def f(solution_strs, scale, **rest): return [scale] * len(solution_strs)")
     assert load_function(path, "f", {"scale": 2})(solution_strs=["", ""]) == [2, 2]
     with pytest.raises(ValueError, match="reward_kwargs: extra_infos is passed with every response"):

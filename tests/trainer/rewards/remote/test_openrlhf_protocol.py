@@ -38,14 +38,14 @@ def test_responses_and_scores_round_trip_bitwise() -> None:
     assert from_reply(sent(to_reply(SCORES)), 4) == SCORES
 
 
-def test_the_request_is_openrlhfs() -> None:
+def test_request_has_the_fields_of_openrlhf() -> None:
     request = to_request(ANSWERS)
     assert request["query"] == ["What is 2 + 2? <b>It is #### 4<eos>", "ü \u2028", "no prompt"]
     assert request["prompts"] == ["What is 2 + 2? ", "ü \u2028", ""]
     assert request["labels"] == ["4", None, {"tests": [1]}]
 
 
-def test_a_request_of_openrlhf() -> None:
+def test_request_of_openrlhf_is_read() -> None:
     """Its older versions send queries alone."""
     request = {"query": ["Q: 1? #### 1</s>", "other"], "prompts": ["Q: 1? ", "Q: 2? "], "labels": ["1", None]}
     assert from_request(request) == [
@@ -75,7 +75,7 @@ def test_invalid_request_raises(body: Any, message: str) -> None:
         from_request(body)
 
 
-def test_a_reply_of_openrlhf() -> None:
+def test_reply_of_openrlhf_is_read() -> None:
     assert from_reply({"rewards": [1, 0.5]}, 2) == [Score(1.0, {}, None), Score(0.5, {}, None)]
     same = {"rewards": [1.0, 0.5], "scores": [1.0, 0.5], "extra_logs": {"dummy_scores": [1.0, 0.5], "loss": 2, "name": "x"}}
     assert [score.extra for score in from_reply(same, 2)] == [
@@ -87,7 +87,7 @@ def test_a_reply_of_openrlhf() -> None:
 
 
 @pytest.mark.parametrize("reward", [None, float("nan"), float("inf"), "0.5", [0.5]])
-def test_a_reward_that_is_no_number_fails_its_answer_alone(reward: Any) -> None:
+def test_nonnumeric_reward_fails_only_its_response(reward: Any) -> None:
     first, second = from_reply({"rewards": [0.5, reward], "extra_logs": {"acc": [1, 1]}}, 2)
     assert first == Score(0.5, {"acc": 1.0}, None)
     assert second.value is None and second.extra == {} and "not a finite number" in (second.error or "")

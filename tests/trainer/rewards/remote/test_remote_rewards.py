@@ -52,7 +52,7 @@ def good(n: int) -> list[Score]:
     return [Score(float(i), {}, None) for i in range(n)]
 
 
-def test_answers_go_in_batches_to_servers_that_share_them(servers: tuple[Rewards, Rewards]) -> None:
+def test_batches_are_spread_over_the_servers(servers: tuple[Rewards, Rewards]) -> None:
     for server in servers:
         server.instead = lambda n: (200, {"rewards": [0.5] * 4}, 0.1)
     scores = remote(*servers, concurrency=8).score(answers(64))
@@ -69,7 +69,7 @@ def test_scores_come_in_order_with_a_last_batch_that_is_small(servers: tuple[Rew
     assert remote(*servers).score([]) == []
 
 
-def test_a_server_that_is_down_costs_nothing_if_there_is_another(
+def test_unreachable_server_causes_no_delay_if_another_is_up(
     servers: tuple[Rewards, Rewards], capsys: pytest.CaptureFixture[str]
 ) -> None:
     gone, other = Rewards(), servers[1]
@@ -82,11 +82,11 @@ def test_a_server_that_is_down_costs_nothing_if_there_is_another(
     assert len(lines) == 1 and lines[0].startswith(f"note: reward server: {gone.url}: URLError") and "refused" in lines[0]
 
 
-def test_a_server_that_comes_back_is_asked_again(servers: tuple[Rewards, Rewards], capsys: pytest.CaptureFixture[str]) -> None:
+def test_recovered_server_is_used_again(servers: tuple[Rewards, Rewards], capsys: pytest.CaptureFixture[str]) -> None:
     first, second = servers
     first.instead = lambda n: (503, b"loading", 0.0) if n < 2 else None
     rewards = remote(first, second, concurrency=1, backoff=0.05)
-    assert rewards.score(answers(8)) == good(8) and len(first.asked) == 1, "it rests"
+    assert rewards.score(answers(8)) == good(8) and len(first.asked) == 1, "it is still in back-off"
     time.sleep(0.15)
     assert rewards.score(answers(16)) == good(16) and len(first.asked) > 1
     lines = capsys.readouterr().err.splitlines()
@@ -139,7 +139,7 @@ def test_permanent_failure_is_retried_on_another_server_only(
     assert remote(wrong, other).score(answers(4)) == good(4)
 
 
-def test_only_the_answers_concerned_fail(servers: tuple[Rewards, Rewards]) -> None:
+def test_only_the_affected_responses_fail(servers: tuple[Rewards, Rewards]) -> None:
     """The second request is lost, one reward of the third is NaN, and a value that is not JSON is not sent."""
     server = servers[0]
     partly: dict[int, Reply] = {2: (400, b"no", 0.0), 3: (200, {"rewards": [8.0, float("nan"), 10.0, 11.0]}, 0.0)}
@@ -153,7 +153,7 @@ def test_only_the_answers_concerned_fail(servers: tuple[Rewards, Rewards]) -> No
     assert "cannot be sent as JSON: Object of type set" in (scores[13].error or "")
 
 
-def test_the_token_goes_along_and_into_no_error(servers: tuple[Rewards, Rewards], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_token_is_sent_and_is_in_no_error(servers: tuple[Rewards, Rewards], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MY_TOKEN", "a-long-secret\n")
     server = servers[0]
     server.instead = lambda n: (403, b"not a-long-secret", 0.0)
@@ -182,7 +182,7 @@ def test_remote_urls_select_servers(servers: tuple[Rewards, Rewards]) -> None:
         assert rewards.score(answers(3)) == good(3)
 
 
-def test_a_server_in_openrlhfs_style() -> None:
+def test_server_of_openrlhf_is_supported() -> None:
     """A server that reads OpenRLHF's fields only and ignores the others."""
 
     class Handler(BaseHTTPRequestHandler):

@@ -57,18 +57,18 @@ def test_run_with_remote_rewards_is_bitwise_identical_to_a_local_one(task: Path,
     assert any(name.startswith("val") for name in local[-1])
 
 
-def test_where_a_server_dies_in_a_step_another_takes_over(
+def test_other_server_takes_over_when_one_dies_in_a_step(
     task: Path, local: list[dict[str, float]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     with dying(task) as (doomed, server), serving(f"reward.scorer={task}/reward.py:compute_score") as other:
         words = [f"reward.remote_urls=[{doomed},{other}]", "reward.remote.batch_size=8", "reward.remote.concurrency=1"]
         steps = run_ppo(task, task / "taken_over", "trainer.test_freq=2", *words)
-        assert server.wait(10.0) == -signal.SIGKILL, "of the answers"
+        assert server.wait(10.0) == -signal.SIGKILL, "killed by the responses"
     assert repeatable(steps) == local
     assert f"note: reward server: {doomed}: " in capsys.readouterr().err
 
 
-def test_where_the_only_server_dies_the_answers_that_it_had_not_scored_are_counted(task: Path, tmp_path: Path) -> None:
+def test_unscored_responses_of_a_dead_server_are_counted_as_failed(task: Path, tmp_path: Path) -> None:
     words = ["reward.remote.batch_size=8", "reward.remote.concurrency=1", "reward.remote.retries=1", "reward.remote.backoff=0.01"]
     with dying(task) as (doomed, _):
         run = [f"reward.remote_urls=[{doomed}]", "trainer.total_training_steps=1", *words]
@@ -76,7 +76,7 @@ def test_where_the_only_server_dies_the_answers_that_it_had_not_scored_are_count
     assert step["reward/failed"] == 24 and step["critic/score/mean"] > 0
 
 
-def test_without_any_score_the_run_ends_with_the_first_cause(
+def test_run_without_any_score_ends_with_the_first_error(
     task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("REWARD_SERVER_TOKEN", "correct-horse")
@@ -96,7 +96,7 @@ def test_unreachable_server_raises_before_the_first_step(task: Path, tmp_path: P
     assert line.startswith("error: reward.remote_urls: no server accepts a connection: http://127.0.0.1:1/get_reward: ")
 
 
-def test_a_reward_model_on_a_server_gives_what_it_gives_here(task: Path, tmp_path: Path) -> None:
+def test_reward_model_on_a_server_gives_the_scores_of_a_local_one(task: Path, tmp_path: Path) -> None:
     """Bitwise identical: it reads the policy's tokens in the same batch. A local model and a rule are configured too."""
     make_reward_model(task / "same", seed=1)
     make_reward_model(task / "other", seed=2, own_words=True)
@@ -113,7 +113,7 @@ def test_a_reward_model_on_a_server_gives_what_it_gives_here(task: Path, tmp_pat
     assert here[0].keys() >= {"reward/same/mean", "reward/other/mean", "reward/acc/mean"} and here[0]["reward/same/mean"]
 
 
-def test_a_reward_model_whose_server_is_gone_fails_its_answers(task: Path, tmp_path: Path) -> None:
+def test_dead_server_of_a_reward_model_fails_its_responses(task: Path, tmp_path: Path) -> None:
     """The rule scores all responses; the model's server scores eight and dies."""
     words = ["reward.remote.batch_size=8", "reward.remote.concurrency=1", "reward.remote.retries=1", "reward.remote.backoff=0.01"]
     with dying(task) as (doomed, _):
@@ -122,7 +122,7 @@ def test_a_reward_model_whose_server_is_gone_fails_its_answers(task: Path, tmp_p
     assert step["reward/failed"] == 24 and step["reward/far/mean"] > 0
 
 
-def test_answers_in_a_file_are_scored_by_servers_too(tmp_path: Path) -> None:
+def test_main_eval_scores_responses_on_servers(tmp_path: Path) -> None:
     rows = [{"data_source": "any", "responses": [f"#### {i}", "?"], "reward_model": {"ground_truth": "2"}} for i in range(4)]
     write_rows(tmp_path / "a.jsonl", rows)
     words = [f"data.path={tmp_path}/a.jsonl", f"trainer.default_local_dir={tmp_path}/out"]

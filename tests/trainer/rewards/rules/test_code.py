@@ -13,7 +13,7 @@ CALLS = {"inputs": ["1\n2", "3\n4"], "outputs": ["3", "[7]"], "fn_name": "add"}
 ADD = "def add(a, b):\n    return a + b"
 
 
-def judged(answer: str, tests: Any, *, seconds: float = 30.0, **changes: Any) -> float:
+def score_of(answer: str, tests: Any, *, seconds: float = 30.0, **changes: Any) -> float:
     config = reward_config(code={"time_limit": 0.5, "memory_limit_mb": 512} | changes).code
     return score(answer, tests, config, seconds=seconds)["score"]
 
@@ -33,7 +33,7 @@ def judged(answer: str, tests: Any, *, seconds: float = 30.0, **changes: Any) ->
     ],
 )
 def test_programs_that_read_and_print(program: str) -> None:
-    assert judged(program, STDIN) == judged(program, json.dumps(STDIN)) == 1.0
+    assert score_of(program, STDIN) == score_of(program, json.dumps(STDIN)) == 1.0
 
 
 @pytest.mark.parametrize(
@@ -49,8 +49,8 @@ def test_programs_that_read_and_print(program: str) -> None:
     ],
 )
 def test_score_is_the_fraction_of_passed_tests_or_all_or_nothing(program: str, fraction: float) -> None:
-    assert judged(program, STDIN) == fraction
-    assert judged(program, STDIN, partial=False) == 0.0
+    assert score_of(program, STDIN) == fraction
+    assert score_of(program, STDIN, partial=False) == 0.0
 
 
 def test_acc_says_whether_all_pass() -> None:
@@ -71,15 +71,15 @@ def test_acc_says_whether_all_pass() -> None:
     ],
 )
 def test_functions_that_are_called(program: str) -> None:
-    assert judged(program, CALLS) == 1.0
+    assert score_of(program, CALLS) == 1.0
 
 
-def test_what_a_function_returns_is_compared_as_json() -> None:
+def test_return_value_is_compared_as_json() -> None:
     tests = {"inputs": ["[3, 1]"], "outputs": ["[[1, 3]]"], "fn_name": "f"}
-    assert judged("def f(x): return tuple(sorted(x))", tests) == 1.0
-    assert judged("def f(x): return {3, 1}", tests) == 1.0
-    assert judged("def f(x): return x", tests) == 0.0
-    assert judged("def f(x): return x", {"inputs": [[{"1": 2}]], "outputs": [{"1": 2}], "fn_name": "f"}) == 1.0
+    assert score_of("def f(x): return tuple(sorted(x))", tests) == 1.0
+    assert score_of("def f(x): return {3, 1}", tests) == 1.0
+    assert score_of("def f(x): return x", tests) == 0.0
+    assert score_of("def f(x): return x", {"inputs": [[{"1": 2}]], "outputs": [{"1": 2}], "fn_name": "f"}) == 1.0
 
 
 @pytest.mark.parametrize(
@@ -100,9 +100,9 @@ def test_what_a_function_returns_is_compared_as_json() -> None:
         ("None", "null", True),
     ],
 )
-def test_what_a_function_returns_has_the_value_expected(returned: str, expected: str, same: bool) -> None:
+def test_return_value_has_the_expected_value(returned: str, expected: str, same: bool) -> None:
     tests = {"inputs": ["0"], "outputs": [expected], "fn_name": "f"}
-    assert judged(f"def f(x): return {returned}", tests) == float(same)
+    assert score_of(f"def f(x): return {returned}", tests) == float(same)
 
 
 @pytest.mark.parametrize(
@@ -117,44 +117,44 @@ def test_what_a_function_returns_has_the_value_expected(returned: str, expected:
     ],
 )
 def test_function_cannot_declare_itself_correct(program: str) -> None:
-    assert judged(program, CALLS) == 0.0
+    assert score_of(program, CALLS) == 0.0
 
 
 ASSERTS = ["assert add(1, 2) == 3", "assert add(1, 2) == 4"]
 
 
 @pytest.mark.parametrize("tests", [ASSERTS, {"assert_case": ASSERTS}, json.dumps(ASSERTS)])
-def test_assertions(tests: Any) -> None:
-    assert judged(ADD, tests) == 0.5
-    assert judged("import os\nos._exit(0)", tests) == judged("raise SystemExit(0)", tests) == 0.0
+def test_passing_assertions_score_one(tests: Any) -> None:
+    assert score_of(ADD, tests) == 0.5
+    assert score_of("import os\nos._exit(0)", tests) == score_of("raise SystemExit(0)", tests) == 0.0
 
 
-def test_an_assertion_that_fails_does_not_end_the_run() -> None:
-    assert {judged(ADD, ["assert add(1, 2) == 4", *ASSERTS]) for _ in range(8)} == {1 / 3}
+def test_failed_assertion_does_not_end_the_run() -> None:
+    assert {score_of(ADD, ["assert add(1, 2) == 4", *ASSERTS]) for _ in range(8)} == {1 / 3}
 
 
 def test_humaneval() -> None:
     tests = {"test": "def check(candidate):\n    assert candidate(1, 2) == 3", "entry_point": "add"}
-    assert judged(ADD, tests) == 1.0
-    assert judged("def add(a, b): return 4", tests) == 0.0
+    assert score_of(ADD, tests) == 1.0
+    assert score_of("def add(a, b): return 4", tests) == 0.0
 
 
 def test_test_over_its_time_limit_ends_the_run() -> None:
     """The first test is late; the nine others are not tried."""
     start = time.monotonic()
-    assert judged("while True: pass", {"inputs": ["x"] * 10, "outputs": ["x"] * 10}) == 0.0
+    assert score_of("while True: pass", {"inputs": ["x"] * 10, "outputs": ["x"] * 10}) == 0.0
     assert time.monotonic() - start < 4.0  # 0.5 s of CPU time
 
 
-def test_tests_that_could_not_end_in_time_are_not_started() -> None:
+def test_tests_without_enough_time_are_not_started() -> None:
     tests = {"inputs": ["x"] * 20, "outputs": ["x"] * 20}
     slow = "import time\ntime.sleep(0.3)\nprint('x')"
-    assert judged(slow, tests, seconds=3.6) in [n / 20 for n in range(1, 4)]  # a test may take 2 s, and 1 s is kept
+    assert score_of(slow, tests, seconds=3.6) in [n / 20 for n in range(1, 4)]  # a test may take 2 s, and 1 s is kept
 
 
 def test_the_expected_output_may_be_long() -> None:
     tests = {"inputs": [""], "outputs": ["x" * (3 << 20)]}
-    assert judged(f"print('x' * {3 << 20})", tests) == 1.0
+    assert score_of(f"print('x' * {3 << 20})", tests) == 1.0
 
 
 @pytest.mark.parametrize(
@@ -162,7 +162,7 @@ def test_the_expected_output_may_be_long() -> None:
 )
 def test_a_ground_truth_without_tests_is_an_error(tests: Any) -> None:
     with pytest.raises(ValueError):
-        judged(SUM, tests)
+        score_of(SUM, tests)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The answers of the data set itself score 1 by all three methods: docs/evidence.md has the count; here are some in its form."""
+"""The data set's own solutions score 1 by all three methods: docs/evidence.md has the count; some in its form are here."""
 
 import time
 
@@ -92,7 +92,7 @@ def test_score(answer: str, truth: str, strict: float, flexible: float, math: fl
         "#### 1234.5\nNot 7",
     ],
 )
-def test_math_compares_values_where_the_answer_stands(answer: str) -> None:
+def test_math_compares_values_at_the_position_of_the_answer(answer: str) -> None:
     assert score(answer, "1234.5", "math") == 1.0
     assert score(answer, "1234.25", "math") == 0.0
     assert score(answer, "-1234.5", "math") == 0.0
@@ -106,7 +106,7 @@ def test_any_number_is_found_after_any_text(number: int, text: str) -> None:
 
 
 @given(st.text(alphabet="0123456789.,$-# \n%/e^*\\{}frac"))
-def test_no_answer_breaks_the_scorer(text: str) -> None:
+def test_scorer_accepts_any_text(text: str) -> None:
     for method in ("strict", "flexible", "math"):
         assert score(text, "7", method) in (0.0, 1.0)
 
@@ -135,7 +135,7 @@ ADVERSARIAL = {
 
 
 @pytest.mark.parametrize("name", ADVERSARIAL)
-def test_adversarial_answers_cost_nothing(name: str) -> None:
+def test_adversarial_responses_are_scored_quickly(name: str) -> None:
     start = time.monotonic()
     for method in ("strict", "flexible", "math"):
         assert score(ADVERSARIAL[name], "123456", method) == 0.0

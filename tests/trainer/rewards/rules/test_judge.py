@@ -88,7 +88,7 @@ def test_a_reply_without_a_score_is_a_failure(reply: str) -> None:
         parse(reply, 1.0)
 
 
-def test_a_long_reply_is_read_soon() -> None:
+def test_long_reply_is_parsed_quickly() -> None:
     start = time.monotonic()
     for part in ("score", "score:", "9", "*", " ", "score*"):
         with pytest.raises(JudgeError):
@@ -146,7 +146,7 @@ def test_slowly_dripping_reply_times_out(judge: Judge) -> None:
 
 
 @pytest.mark.parametrize("missing", ["url", "model"])
-def test_without_a_judge_there_is_no_score(missing: str) -> None:
+def test_missing_judge_key_is_an_error(missing: str) -> None:
     with pytest.raises(JudgeError, match=rf"no judge is configured: .*reward\.judge\.{missing}=None"):
         score("two", "2", INFO, reward_config(judge={"url": "http://127.0.0.1:1/v1", "model": "large"} | {missing: None}).judge)
 
@@ -158,7 +158,7 @@ def test_invalid_json_is_retried(judge: Judge) -> None:
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_many_requests_are_in_flight_and_a_failed_judge_is_a_failed_reward(judge: Judge, num_workers: int) -> None:
-    """32 answers at 0.2 s each: one after the other they would take 6.4 s."""
+    """32 responses at 0.2 s each: one after the other they would take 6.4 s."""
     judge.reply = lambda n: (200, completion("Score: 1") if n != 5 else completion("?"), 0.2)
     changes = {"url": f"http://127.0.0.1:{judge.server_port}/v1", "model": "large", "concurrency": 16}
     answers = [Response("of my own", f"answer {i}", "2", INFO, finished=True) for i in range(32)]

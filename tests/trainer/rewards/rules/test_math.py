@@ -106,7 +106,7 @@ def test_the_ground_truth_may_be_a_solution() -> None:
         ("1,000", "1000"),
     ],
 )
-def test_one_spelling(one: str, other: str) -> None:
+def test_equivalent_spellings_are_normalized_equally(one: str, other: str) -> None:
     assert spelt(one) == spelt(other)
 
 
@@ -128,7 +128,7 @@ def test_math_verify_agrees(answer: str, truth: str, monkeypatch: pytest.MonkeyP
 
 @settings(max_examples=300, deadline=None)
 @given(st.integers(1, 99), st.integers(1, 9), st.integers(2, 9), st.sampled_from([" ", r"\ ", r"\;", "~"]))
-def test_a_mixed_number_is_its_value_and_no_other_fraction(whole: int, top: int, bottom: int, space: str) -> None:
+def test_mixed_number_equals_its_value_and_no_other_fraction(whole: int, top: int, bottom: int, space: str) -> None:
     mixed, value = f"{whole}{space}{top}/{bottom}", whole + Fraction(top, bottom)
     assert same(mixed, f"\\frac{{{value.numerator}}}{{{value.denominator}}}")
     glued = Fraction(int(f"{whole}{top}"), bottom)
@@ -183,8 +183,8 @@ ADVERSARIAL = {
 
 
 @pytest.mark.parametrize("name", ADVERSARIAL)
-def test_adversarial_answers_end_soon(name: str) -> None:
-    """In CPU time they take 0.8 s at most, of the confined process; the bound leaves room for a busy machine."""
+def test_adversarial_responses_are_scored_within_the_limit(name: str) -> None:
+    """They take at most 0.8 s of CPU time in the confined process; the bound leaves room for a busy machine."""
     fork_server("trainer.rewards.rules.math")  # it is there
     start = time.monotonic()
     assert score(ADVERSARIAL[name], "x+7") == 0.0
@@ -195,7 +195,7 @@ def test_adversarial_answers_end_soon(name: str) -> None:
     ("10 000", "10000", True), ("1 000 000", r"1{,}000{,}000", True), ("5 6", "56", False), ("10 00", "1000", False),
     ("1 0000", "10000", False),
 ])  # fmt: skip
-def test_a_space_groups_thousands_and_nothing_else(answer: str, truth: str, alike: bool) -> None:
+def test_space_groups_thousands_only(answer: str, truth: str, alike: bool) -> None:
     assert same(answer, truth) == alike
 
 
@@ -295,11 +295,11 @@ def test_text_that_is_not_one_number_has_no_value(text: str) -> None:
     assert value_of(text) is None
 
 
-def test_a_minus_is_a_sign_where_nothing_stands_before_it() -> None:
+def test_minus_is_a_sign_only_at_the_start() -> None:
     assert [value.number for value in values("10-5 = 5, x=-3, (-2), 7 -4")] == [10, 5, 5, -3, -2, 7, -4]
 
 
-def test_a_number_in_a_sentence_groups_no_thousands_from_a_zero_on_and_may_be_hyphenated() -> None:
+def test_number_in_a_sentence_may_be_hyphenated_and_starts_no_group_at_zero() -> None:
     assert [value.number for value in values("0,500 and 1,000,500 of 1-1/2")] == [1000500, Fraction(3, 2)]
 
 
@@ -307,7 +307,7 @@ def test_a_number_in_a_sentence_groups_no_thousands_from_a_zero_on_and_may_be_hy
     ("one", "other", "equal"),
     [("50%", "50", True), ("50%", "0.5", True), ("50%", "50%", True), ("50%", "0.5%", False), ("50", "0.5", False)],
 )
-def test_per_cent(one: str, other: str, equal: bool) -> None:
+def test_percent_sign_is_compared(one: str, other: str, equal: bool) -> None:
     a, b = value_of(one), value_of(other)
     assert a is not None and b is not None
     assert a.equals(b) is equal and b.equals(a) is equal

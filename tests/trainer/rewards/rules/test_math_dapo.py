@@ -29,7 +29,7 @@ from trainer.rewards.rules.math_dapo import normalise, score
         (r"\boxed{34", "34", False, "[INVALID]"),
     ],
 )
-def test_the_last_answer_line_else_the_last_box(answer: str, truth: str, right: bool, pred: str) -> None:
+def test_last_answer_line_or_last_box_counts(answer: str, truth: str, right: bool, pred: str) -> None:
     assert score(answer, truth, strict_box_verify=False) == {"score": 1.0 if right else -1.0, "acc": right, "pred": pred}
 
 
@@ -37,7 +37,7 @@ def test_the_last_answer_line_else_the_last_box(answer: str, truth: str, right: 
     ("answer", "right"),
     [(r"\boxed{34}", True), ("Answer: 34", False), (r"Answer: 5 \boxed{34} so", True), (r"\boxed{ 34}", False)],
 )
-def test_strict_box_verify_wants_the_box(answer: str, right: bool) -> None:
+def test_strict_box_verify_requires_a_box(answer: str, right: bool) -> None:
     assert score(answer, "34", strict_box_verify=True)["acc"] is right
 
 
@@ -55,12 +55,12 @@ def test_strict_box_verify_wants_the_box(answer: str, right: bool) -> None:
         (r"2,3", "23"),  # digits and commas are one number: Minerva's rule
     ],
 )
-def test_minervas_rules(text: str, normal: str) -> None:
+def test_normalization_follows_minerva(text: str, normal: str) -> None:
     assert normalise(text) == normal
 
 
 @pytest.mark.parametrize("part", ["$", "Answer:", "\\boxed{", "\\text{", "{", "}", "frac", "9" * 1000, "\0", "=", "sqrt"])
-def test_adversarial_answers_cost_nothing(part: str) -> None:
+def test_adversarial_responses_are_scored_quickly(part: str) -> None:
     start = time.monotonic()
     for strict in (False, True):
         assert score("Answer:" + part * 100_000, "1", strict_box_verify=strict)["score"] == -1.0

@@ -88,7 +88,7 @@ def test_unknown_data_source_raises_with_known_names_and_remedy() -> None:
     assert "reward.scorer=gsm8k|math" in text and "reward.custom_reward_function.path" in text and "\n" not in text
 
 
-def test_a_function_of_a_file_is_a_scorer_too(tmp_path: Path) -> None:
+def test_function_of_a_file_is_a_scorer(tmp_path: Path) -> None:
     (tmp_path / "my.py").write_text("def f(data_source, solution_str, ground_truth, extra_info): return 0.25 * len(solution_str)")
     with RewardRunner(reward_config(num_workers=0, scorer=f"{tmp_path}/my.py:f")) as runner:
         assert runner.score([Response("any", "four", "", {}, True)]) == [Score(1.0, {}, None)]

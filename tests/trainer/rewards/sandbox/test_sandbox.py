@@ -10,7 +10,7 @@ from tests.trainer.rewards.config import reward_config
 from trainer.rewards.rules.code import score
 
 
-def judged(program: str, truth: Any) -> float:
+def score_of(program: str, truth: Any) -> float:
     config = reward_config(code={"time_limit": 5.0, "memory_limit_mb": 1024}).code
     return score(program, truth, config, seconds=60.0)["score"]
 
@@ -29,7 +29,7 @@ def honest_programs() -> Iterator[tuple[str, Any]]:
 
 @pytest.mark.parametrize(("program", "truth"), [*honest_programs()])
 def test_honest_programs_pass(program: str, truth: Any) -> None:
-    assert judged(program, truth) == 1.0
+    assert score_of(program, truth) == 1.0
 
 
 ANSWERS_BY_HAND = """
@@ -83,5 +83,5 @@ Peer._answer = hack
         ("import os\ndef f(): os._exit(0)", "try:\n    f()\nexcept Exception:\n    pass"),
     ],
 )
-def test_a_program_does_not_decide_whether_it_is_right(program: str, asserts: str) -> None:
-    assert judged(program, [asserts]) == 0.0
+def test_program_cannot_decide_its_own_score(program: str, asserts: str) -> None:
+    assert score_of(program, [asserts]) == 0.0

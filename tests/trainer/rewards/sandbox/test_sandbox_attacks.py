@@ -318,7 +318,7 @@ print(started)
 """
 
 
-def test_a_storm_of_threads_is_bounded() -> None:
+def test_number_of_threads_is_limited() -> None:
     assert run(THREADS).output == "63\n"  # and the first
     again = "import threading\nfor i in range(500):\n    t = threading.Thread(target=int)\n    t.start()\n    t.join()\nprint(i)"
     assert run(again).output == "499\n"  # one after the other, they are not counted
@@ -352,7 +352,7 @@ def is_alive(pid: str) -> bool:
         return False
 
 
-def test_the_server_never_holds_what_jobs_held() -> None:
+def test_server_never_holds_data_of_jobs() -> None:
     """A program can read all memory inherited by the fork: no other response or expected value may be in it."""
     mark = "".join(chr(97 + byte % 26) for byte in os.urandom(24))
     tests = {"inputs": [f"in{mark}"], "outputs": [f"out{mark}"]}
@@ -365,7 +365,7 @@ def test_the_server_never_holds_what_jobs_held() -> None:
         assert mark.encode() not in memory(fork_server(module).pid)
     assert b"trainer.rewards.sandbox.sandbox" in memory(
         fork_server("trainer.rewards.sandbox.sandbox").pid
-    )  # the search finds what is there
+    )  # the search finds data that is present
 
 
 def memory(pid: int) -> bytes:
@@ -431,13 +431,13 @@ def test_no_forgery_scores(forgery: str) -> None:
 
 
 @pytest.mark.parametrize("forgery", ["numpy's protocol", *(name for name in FORGERIES if name.startswith("equal"))])
-def test_numpy_does_not_ask_the_program(forgery: str) -> None:
+def test_numpy_comparisons_do_not_call_the_program(forgery: str) -> None:
     config = reward_config().code
     for asserts in ("assert np.array_equal(plus(1, 2), 3)", "import numpy\nassert numpy.array_equal([plus(1, 2)], [3])"):
         assert score(FORGERIES[forgery].replace("add(", "plus("), [asserts], config, seconds=30.0)["score"] == 0.0
 
 
-def test_the_forms_are_passed_by_honest_programs() -> None:
+def test_honest_programs_pass_the_forms() -> None:
     """Except the third, whose callback does not return the expected value."""
     answer = "def add(a, b=None):\n    return a() + 1 if callable(a) else a + b\n"
     answer += "if __name__ == '__main__':\n    print(add(*map(int, input().split())))"

@@ -34,11 +34,11 @@ def evaluated(expression: str) -> str:
 
 
 @pytest.mark.parametrize("family", ["AF_INET", "AF_INET6", "AF_UNIX", "AF_NETLINK"])
-def test_it_has_no_socket(family: str) -> None:
+def test_confined_process_has_no_socket(family: str) -> None:
     assert evaluated(f"socket.socket(socket.{family})") == "PermissionError"
 
 
-def test_it_reaches_no_server_that_is_there() -> None:
+def test_confined_process_cannot_reach_a_local_server() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = server.getsockname()
         assert evaluated(f"socket.create_connection({address!r}, timeout=1)") == "PermissionError"
@@ -65,7 +65,7 @@ def test_it_reaches_no_server_that_is_there() -> None:
         "os.mkfifo('{dir}/new')",
     ],
 )
-def test_it_changes_no_file(expression: str, tmp_path: Path) -> None:
+def test_confined_process_cannot_change_files(expression: str, tmp_path: Path) -> None:
     (tmp_path / "there").write_text("kept")
     (tmp_path / "empty").mkdir()
     before = [(path.name, path.stat()) for path in sorted(tmp_path.iterdir())]
@@ -86,7 +86,7 @@ def test_it_changes_no_file(expression: str, tmp_path: Path) -> None:
         "os.setsid()",
     ],
 )
-def test_it_starts_no_process(expression: str) -> None:
+def test_confined_process_cannot_start_processes(expression: str) -> None:
     assert evaluated(expression) in {"PermissionError", "ZeroDivisionError"}
 
 
@@ -97,7 +97,7 @@ def test_calls_with_opaque_or_unknown_arguments_return_enosys() -> None:
     assert run(code).output == "-1 38\n" * 3
 
 
-def test_it_cannot_signal_other_processes() -> None:
+def test_confined_process_cannot_signal_other_processes() -> None:
     with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as other:
         assert evaluated(f"os.kill({other.pid}, 9)") == "PermissionError"
         assert evaluated("os.kill(os.getppid(), 9)") == evaluated("os.kill(-1, 9)") == "PermissionError"
@@ -106,11 +106,11 @@ def test_it_cannot_signal_other_processes() -> None:
         other.kill()
 
 
-def test_it_may_have_threads() -> None:
+def test_confined_process_may_have_threads() -> None:
     assert run("import threading\nt = threading.Thread(target=print, args=(7,))\nt.start()\nt.join()").output == "7\n"
 
 
-def test_it_sees_no_secret_of_its_parent(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_confined_process_cannot_see_secrets_of_its_parent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SECRET_KEY", "much")
     close_fork_servers()  # the next server inherits it
     assert evaluated("'SECRET_KEY' in os.environ") == "False"
@@ -135,18 +135,18 @@ BY_TIME = {"was killed by SIGPROF", "was killed by SIGKILL", "timed out after 2 
         ("print('x' * (1 << 20))", "ended with exit code 1"),
     ],
 )
-def test_it_is_killed_only_at_its_limits(code: str, ending: str) -> None:
+def test_confined_process_is_killed_only_at_its_limits(code: str, ending: str) -> None:
     outcome = run(code)
     assert outcome.ending == ending or (ending == LATE and outcome.ending in BY_TIME)
     assert run("print(7)").output == "7\n"
 
 
-def test_the_kernel_ends_what_ignores_the_timer() -> None:
+def test_kernel_limit_ends_a_process_that_ignores_the_timer() -> None:
     """In the test above the wall-clock limit may come first."""
     assert evaluated("__import__('resource').getrlimit(0)") == "(1, 1)"
 
 
-def test_it_runs_deterministically() -> None:
+def test_confined_process_is_deterministic() -> None:
     code = "import random\nprint(random.random(), {'a', 'b', 'c', 'd'}, hash('a'))"
     assert run(code).output == run(code).output
 
@@ -175,7 +175,7 @@ def old_kernel() -> ForkServer:
     return fork_server("tests.trainer.rewards.old_kernel")
 
 
-def test_without_landlock_no_file_can_be_opened(old_kernel: ForkServer, tmp_path: Path) -> None:
+def test_no_file_can_be_opened_without_landlock(old_kernel: ForkServer, tmp_path: Path) -> None:
     (tmp_path / "there").write_text("kept")
     for path in (tmp_path / "there", os.__file__, "/etc/passwd", "/proc/self/environ", "/dev/stdin"):
         assert old_kernel.run({"code": f"open({str(path)!r})"}, LIMITS).ending == "ended with exit code 1"
@@ -184,12 +184,12 @@ def test_without_landlock_no_file_can_be_opened(old_kernel: ForkServer, tmp_path
     assert old_kernel.run({"code": "print(open(0).read())"}, LIMITS, "7").output == "7\n"
 
 
-def test_without_requests_for_them_there_are_no_threads(old_kernel: ForkServer) -> None:
+def test_kernel_without_thread_requests_allows_no_threads(old_kernel: ForkServer) -> None:
     code = "import threading\ntry:\n    threading.Thread(target=print).start()\nexcept RuntimeError:\n    print('none')"
     assert old_kernel.run({"code": code}, LIMITS).output == "none\n"
 
 
-def test_without_a_way_to_grant_them_there_are_no_threads() -> None:
+def test_kernel_that_cannot_grant_thread_requests_allows_no_threads() -> None:
     """Linux 5.0 to 5.4 deliver the requests and support no reply that lets a call continue."""
     server = fork_server("tests.trainer.rewards.old_kernel_requests")
     code = "import threading\ntry:\n    threading.Thread(target=print).start()\nexcept RuntimeError:\n    print('none')"
@@ -202,7 +202,7 @@ def test_threads_that_cannot_be_counted_are_refused() -> None:
     assert server.run({"code": code}, LIMITS) == JobOutcome(None, "", "none\n")
 
 
-def test_a_process_whose_parent_has_ended_is_not_confined() -> None:
+def test_process_whose_parent_has_ended_is_not_confined() -> None:
     """PR_SET_PDEATHSIG has no effect if the parent died before the call."""
     code = """
 import os, time
@@ -220,13 +220,13 @@ if os.fork() == 0:
     assert done.stdout == "the fork server has exited\n"
 
 
-def test_a_job_that_is_ended_early_has_not_run_out_of_time() -> None:
+def test_job_that_is_ended_early_is_not_reported_as_late() -> None:
     with fork_server("trainer.rewards.sandbox.sandbox").start({"code": "import time\ntime.sleep(60)"}, LIMITS) as running:
         assert running.stop().ending == "was cancelled"
     assert run("print(7)").output == "7\n"
 
 
-def test_a_job_that_cannot_start_leaves_no_lock_and_no_file(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_job_that_cannot_start_leaves_no_lock_and_no_file(monkeypatch: pytest.MonkeyPatch) -> None:
     server = fork_server("trainer.rewards.sandbox.sandbox")
     before = os.listdir("/proc/self/fd")
     with pytest.raises(TypeError, match="not JSON serializable"):
@@ -242,7 +242,7 @@ def test_a_job_that_cannot_start_leaves_no_lock_and_no_file(monkeypatch: pytest.
     assert run("print(7)").output == "7\n"
 
 
-def test_a_closed_server_stays_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_closed_server_stays_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     server = ForkServer("trainer.rewards.sandbox.sandbox")
     running = server.start({"code": "import time\ntime.sleep(60)"}, LIMITS)
     errors: list[str] = []
@@ -295,7 +295,7 @@ def test_numbers_of_system_calls_are_those_of_libseccomp() -> None:
         assert [number if number >= 0 else None for number in found] == [*numbers], name
 
 
-def test_the_filter_of_the_other_architecture_decides_alike() -> None:
+def test_filter_of_the_other_architecture_decides_equally() -> None:
     """The filter is interpreted for every number: calls allowed with any arguments are exactly the list."""
     for column, machine in enumerate(_AUDIT_ARCH):
         program = _program(column, [*_RULES, *_OPENING, *_THREADS])

@@ -1,4 +1,4 @@
-"""The guard ends what a killed run leaves, and goes with a run that ends in order."""
+"""The guard ends the processes of a killed run, and ends with a run that shuts down."""
 
 import os
 import subprocess
@@ -22,17 +22,17 @@ os.kill(os.getpid(), 9)
 """
 
 
-def test_a_killed_run_leaves_nothing(tmp_path: Path) -> None:
+def test_guard_ends_all_processes_of_a_killed_run(tmp_path: Path) -> None:
     killed = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], stdout=subprocess.PIPE, text=True, timeout=60)
     try:
         left = [psutil.Process(int(killed.stdout))]
-    except psutil.NoSuchProcess:  # that was quick
+    except psutil.NoSuchProcess:  # it has already ended
         return
     _, alive = psutil.wait_procs(left, timeout=20)
     assert alive == []
 
 
-def test_a_dismissed_guard_ends_no_process(tmp_path: Path) -> None:
+def test_dismissed_guard_ends_no_process(tmp_path: Path) -> None:
     mine = subprocess.Popen(["sleep", "600"], env=os.environ | {MARK: str(tmp_path)})
     before = set(psutil.Process().children())
     guard = Guard([str(tmp_path)])

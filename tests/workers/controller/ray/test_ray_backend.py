@@ -1,4 +1,4 @@
-"""What only real processes can show: deaths, hangs, large data, and that nothing is left behind."""
+"""Behaviour of real processes: deaths, hangs, large data, and no process or file left behind."""
 
 import json
 import os
@@ -33,14 +33,14 @@ WAYS = ["returns", "raises", "SIGINT", "SIGTERM", "SIGKILL"]
 
 
 class Ended:
-    """A driver that has ended in its way, and what is left of it."""
+    """A driver that ended in a given way, and its remaining processes."""
 
     def __init__(self, way: str, run_dir: Path) -> None:
         self.way = way
         self.run_dir = run_dir
         self.tag = f"{way} {os.getpid()}"
-        # A shell that starts a command in the background has it ignore SIGINT; this one is to have Python's handler.
-        # And only the driver is told where the modules are: its workers have to hear it from there.
+        # A shell makes background commands ignore SIGINT; this one gets Python's handler.
+        # Only the driver gets the module path: its workers have to inherit it.
         code = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler)"
         code += f"; sys.path.insert(0, {str(ROOT)!r}); from tests.workers.controller.driver import main"
         code += f"; main({str(run_dir)!r}, {way!r})"
@@ -56,14 +56,14 @@ class Ended:
     def end(self) -> None:
         assert self.process.stdout is not None
         self.ready = self.process.stdout.readline()
-        self.started = psutil.Process(self.process.pid).children(recursive=True)  # Ray's agents write over their environment
+        self.started = psutil.Process(self.process.pid).children(recursive=True)  # Ray's agents overwrite their environment
         if self.way.startswith("SIG"):
             self.process.send_signal(signal.Signals[self.way])
         _, self.errors = self.process.communicate(timeout=60)
         self.left_at_exit = self.left()
 
     def left(self) -> list[str]:
-        """Command lines of living processes that descend from the driver: what was there, and what inherited its environment."""
+        """Command lines of living descendants of the driver: those that it had, and those with its environment."""
         found = []
         for process in psutil.process_iter():
             try:
@@ -77,7 +77,7 @@ class Ended:
 
 @pytest.fixture(scope="module")
 def endings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
-    """All at the same time, so that they would meet if they could."""
+    """All run at the same time, so that interference would show."""
     runs = {way: Ended(way, tmp_path_factory.mktemp(way)) for way in WAYS}
     for run in runs.values():
         run.end()
@@ -94,7 +94,7 @@ def endings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
         ("SIGKILL", -signal.SIGKILL, ""),
     ],
 )
-def test_however_a_run_ends_nothing_is_left(endings: dict[str, Ended], way: str, code: int, report: str) -> None:
+def test_ended_run_leaves_no_process_and_no_ray_directory(endings: dict[str, Ended], way: str, code: int, report: str) -> None:
     run = endings[way]
     assert run.ready == "ready\n", run.errors
     assert run.process.returncode == code, run.errors
@@ -106,12 +106,12 @@ def test_however_a_run_ends_nothing_is_left(endings: dict[str, Ended], way: str,
         assert run.left() == []
     else:
         assert run.left_at_exit == []
-        assert sorted(path.name for path in run.run_dir.iterdir()) == ["logs"], "Ray's directories are gone"
+        assert sorted(path.name for path in run.run_dir.iterdir()) == ["logs"], "Ray's directories are left"
 
 
 @pytest.mark.soak
-def test_a_node_that_joins_only_brings_workers(tmp_path: Path) -> None:
-    """nnodes > 1 against a cluster on this machine that a second node joins late: it is waited for."""
+def test_late_node_of_an_existing_cluster_gets_workers(tmp_path: Path) -> None:
+    """nnodes > 1 on a cluster on this machine that a second node joins late: the start waits for it."""
     with cluster(tmp_path, slots=4) as nodes:
         command = [sys.executable, "-m", "tests.workers.controller.cluster", str(tmp_path), nodes.address]
         run = subprocess.Popen(
@@ -129,7 +129,7 @@ def test_a_node_that_joins_only_brings_workers(tmp_path: Path) -> None:
     )
     assert [(info["node_rank"], info["local_rank"]) for info in report["infos"]] == [(0, 0), (0, 1), (1, 0), (1, 1)]
     first, second = report["raylets"][:2], report["raylets"][2:]
-    assert len(set(first)) == len(set(second)) == 1 and first != second, "ranks of a node sit on one node"
+    assert len(set(first)) == len(set(second)) == 1 and first != second, "consecutive ranks are on one node"
     assert report["env"] == [["b", "1"]] * 4
     assert (
         "needs 7 slots (tandem_slot), [5, 2] on 2 node(s); the nodes of this Ray have [4, 4], 8 together" in report["too large"]
@@ -138,13 +138,13 @@ def test_a_node_that_joins_only_brings_workers(tmp_path: Path) -> None:
     (_, _, one), (_, _, other) = report["half_0"]
     assert report["half_0"] == [[0, 0, one], [1, 0, other]] and report["half_1"] == [[0, 1, one], [1, 1, other]] and one != other
     assert report["hanging"] == [False, True, False, True], "stacks come from both nodes"
-    assert report["alive"] == 2, "the cluster lives on"
+    assert report["alive"] == 2, "the cluster must keep running"
 
 
 @pytest.fixture(scope="module")
 def backend(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayBackend]:
     run_dir = tmp_path_factory.mktemp("run")
-    ray_init = {"num_gpus": 2}  # said to be there; nobody uses them
+    ray_init = {"num_gpus": 2}  # declared, not used
     with RayBackend(run_dir=run_dir, nnodes=1, n_gpus_per_node=5, device="cpu", ray_init=ray_init) as backend:
         yield backend
 
@@ -154,7 +154,7 @@ def pair(backend: RayBackend) -> WorkerGroup:
     return backend.start_group("pair", ResourcePool((2,), "cpu", "pair"), TOY)
 
 
-def test_a_dead_raylet_leaves_no_agents(tmp_path: Path) -> None:
+def test_dead_raylet_leaves_no_agents(tmp_path: Path) -> None:
     with RayBackend(run_dir=tmp_path, nnodes=1, n_gpus_per_node=1, device="cpu", ray_init={}):
         started = psutil.Process().children(recursive=True)
         (raylet,) = (
@@ -167,8 +167,8 @@ def test_a_dead_raylet_leaves_no_agents(tmp_path: Path) -> None:
     assert [agent for agent in agents if agent.is_running()] == []
 
 
-def test_a_batch_larger_than_the_object_store_still_travels(tmp_path: Path) -> None:
-    """75 MB is the least that Ray takes; what does not fit goes through the disk."""
+def test_batch_larger_than_the_object_store_is_sent(tmp_path: Path) -> None:
+    """75 MB is the minimum that Ray accepts; larger data spills to disk."""
     rows, store = torch.arange(20 * 2**20), {"object_store_memory": 75 * 2**20}
     with RayBackend(run_dir=tmp_path, nnodes=1, n_gpus_per_node=2, device="cpu", ray_init=store) as small:
         group = small.start_group("mirrors", ResourcePool((2,), "cpu", "mirrors"), TOY)
@@ -176,8 +176,8 @@ def test_a_batch_larger_than_the_object_store_still_travels(tmp_path: Path) -> N
             assert torch.equal(arrived, rows)
 
 
-def test_an_object_store_that_takes_nothing_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """That of a node which is stopped: ray.put would never return."""
+def test_blocked_object_store_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a stopped node: ray.put would never return."""
     monkeypatch.setattr(ray, "put", lambda message: time.sleep(600))
     group = WorkerGroup("stopped", 2, RayTransport([None, None], cast(Any, None), cast(Any, None)))
     begun = time.monotonic()
@@ -188,8 +188,8 @@ def test_an_object_store_that_takes_nothing_is_not_waited_for(monkeypatch: pytes
     assert time.monotonic() - begun < 4
 
 
-def test_a_daemon_that_does_not_end_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ray's own shutdown waits for it for ever."""
+def test_daemon_that_does_not_end_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray's own shutdown waits for it without a limit."""
     ended = threading.Event()
     monkeypatch.setattr(ray, "shutdown", lambda: ended.wait(20))
     monkeypatch.setattr(ray_backend, "SHUTDOWN_SECONDS", 0.2)
@@ -208,7 +208,7 @@ def started(backend: RayBackend, name: str, n: int = 2) -> Iterator[WorkerGroup]
         group.shutdown()
 
 
-def test_ray_listens_on_the_loopback_alone(pair: WorkerGroup) -> None:
+def test_ray_listens_on_loopback_only(pair: WorkerGroup) -> None:
     mark = pair.call(worker_call(Toy.environment, MARK)).result()[0][0]
     actual = [process for process in psutil.process_iter() if process.pid == os.getpid() or bears(process, [mark])]
     assert len(actual) > 5
@@ -233,15 +233,15 @@ ASKS = "import sys; from ray._raylet import GcsClient; print(len(GcsClient(addre
     ],
     ids=["none", "wrong", "own"],
 )
-def test_ray_wants_its_token(token: dict[str, str], report: str, pair: WorkerGroup) -> None:
-    """Whoever gets to the loopback, another user of the machine say, still needs this user's file."""
+def test_ray_requires_its_token(token: dict[str, str], report: str, pair: WorkerGroup) -> None:
+    """Another user who reaches the loopback interface still needs this user's file."""
     command = [sys.executable, "-c", ASKS, ray.get_runtime_context().gcs_address]
     asked = subprocess.run(command, env=os.environ | token, capture_output=True, text=True, timeout=60)
     assert (asked.returncode, asked.stdout) == ((1, "") if report else (0, "1\n"))
     assert report in asked.stderr
 
 
-def test_on_cuda_a_slot_is_a_gpu_of_those_that_ray_has_given(backend: RayBackend) -> None:
+def test_cuda_slot_is_a_gpu_assigned_by_ray(backend: RayBackend) -> None:
     with pytest.raises(ValueError, match=r"needs 3 GPUs, \[3\] on 1 node\(s\); the nodes of this Ray have \[2\], 2 together"):
         backend.start_group("gpus", ResourcePool((3,), "cuda", "gpus"), TOY)
     group = backend.start_group("gpus", ResourcePool((2,), "cuda", "gpus"), TOY)
@@ -250,8 +250,8 @@ def test_on_cuda_a_slot_is_a_gpu_of_those_that_ray_has_given(backend: RayBackend
     group.shutdown()
 
 
-def test_two_groups_on_cuda_have_gpus_of_their_own(backend: RayBackend) -> None:
-    """Both have a rank with local rank 0. Groups that share a room have the same GPUs, each its own slot."""
+def test_two_cuda_groups_have_their_own_gpus(backend: RayBackend) -> None:
+    """Both have a rank with local rank 0. Groups that share a reservation have the same GPUs, each its own slot."""
     groups = [backend.start_group(name, ResourcePool((1,), "cuda", name), TOY) for name in ("first", "second")]
     seen = [group.call(worker_call(Toy.environment, "CUDA_VISIBLE_DEVICES")).result()[0][0] for group in groups]
     assert sorted(seen) == ["0", "1"]
@@ -268,7 +268,7 @@ def test_two_groups_on_cuda_have_gpus_of_their_own(backend: RayBackend) -> None:
         half.shutdown()
 
 
-def test_groups_work_at_the_same_time(backend: RayBackend, pair: WorkerGroup) -> None:
+def test_groups_run_concurrently(backend: RayBackend, pair: WorkerGroup) -> None:
     with started(backend, "other", 1) as other:
         other.call(worker_call(Toy.stands)).result()
         hanging = other.call(worker_call(Toy.hang, 0))
@@ -278,7 +278,7 @@ def test_groups_work_at_the_same_time(backend: RayBackend, pair: WorkerGroup) ->
         hanging.result(timeout=30)
 
 
-def test_a_failure_does_not_wait_for_ranks_that_hang(backend: RayBackend) -> None:
+def test_failure_does_not_wait_for_hanging_ranks(backend: RayBackend) -> None:
     with started(backend, "collective") as group:
         group.call(worker_call(Toy.stands)).result()
         begun = time.monotonic()
@@ -291,7 +291,7 @@ def test_a_failure_does_not_wait_for_ranks_that_hang(backend: RayBackend) -> Non
     ("how", "cause", "words"),
     [("signal", "by a signal", ""), ("crash", "by a signal", "Segmentation fault"), ("exit", "os._exit", "last words")],
 )
-def test_a_dead_worker_is_named_with_its_cause(backend: RayBackend, how: str, cause: str, words: str) -> None:
+def test_dead_worker_is_named_with_its_cause(backend: RayBackend, how: str, cause: str, words: str) -> None:
     with started(backend, how) as group:
         pid = group.call(worker_call(Toy.pid)).result()[1]
         with pytest.raises(WorkerError) as raised:
@@ -301,14 +301,14 @@ def test_a_dead_worker_is_named_with_its_cause(backend: RayBackend, how: str, ca
     assert words in raised.value.remote_traceback
 
 
-def test_an_exit_code_is_named() -> None:
+def test_exit_code_is_named() -> None:
     report = "The actor died.\n\tpid: 7\nWorker exit type: SYSTEM_ERROR Worker exit detail: Worker exits with an exit code 4."
     assert cause_of_death(report) == "process 7 died: Worker exits with an exit code 4."
     gone = "The actor a1 is unavailable:\n Socket closed"
     assert cause_of_death(gone) == "its process or its node is lost: The actor a1 is unavailable: Socket closed"
 
 
-def test_no_call_waits_for_ever(backend: RayBackend) -> None:
+def test_every_call_has_a_limit(backend: RayBackend) -> None:
     with started(backend, "late", 3) as group:
         group.call(worker_call(Toy.stands)).result()
         future = group.call(worker_call(Toy.hang, 0, 2), limit=Limit(0.5))
@@ -318,7 +318,7 @@ def test_no_call_waits_for_ever(backend: RayBackend) -> None:
             group.call(worker_call(Toy.echo)).result(timeout=0.5)
     assert (first.value.phase, first.value.missing, first.value.seconds) == ("hang", [0, 2], 0.5)
     assert "hang took more than 0.5 s: no answer from ranks [0, 2]" in str(first.value)
-    assert second.value.missing == [0, 2], "rank 1 was done and has answered; the others are busy"
+    assert second.value.missing == [0, 2], "rank 1 has returned; the others are busy"
 
 
 def test_waiting_for_several_calls_ends_with_the_first_with_a_limit_or_after_a_time(backend: RayBackend) -> None:
@@ -330,7 +330,7 @@ def test_waiting_for_several_calls_ends_with_the_first_with_a_limit_or_after_a_t
         assert wait_any([], 5.0) == [] and wait_any([hanging, queued], 0.1) == []
         other = idle.call(worker_call(Toy.echo))
         assert wait_any([hanging, queued, other], 60.0) == [other]
-        assert wait_any([queued, hanging]) == [hanging], "its limit has passed"
+        assert wait_any([queued, hanging]) == [hanging], "its limit is exceeded"
         with pytest.raises(PhaseTimeout) as late:
             hanging.result()
     line = "update of actor, limited by timeouts.update=4, took more than 4 s: no answer from ranks [0]"
@@ -339,8 +339,8 @@ def test_waiting_for_several_calls_ends_with_the_first_with_a_limit_or_after_a_t
         queued.result(timeout=30)
 
 
-def test_who_is_late_says_where_it_is(backend: RayBackend) -> None:
-    """Also where a C extension holds the interpreter's lock, or the process is stopped: then its last lines are all there is."""
+def test_late_rank_reports_its_stack(backend: RayBackend) -> None:
+    """Also if a C extension holds the interpreter's lock, or the process is stopped: then its last log lines are reported."""
     with started(backend, "stuck") as group:
         pids = group.call(worker_call(Toy.pid)).result()
         os.kill(pids[1], signal.SIGSTOP)
@@ -352,7 +352,7 @@ def test_who_is_late_says_where_it_is(backend: RayBackend) -> None:
     assert "rank_1_stuck.log:\n(none)" in second and "where it is" not in second
 
 
-def test_who_has_answered_says_where_it_is_too(backend: RayBackend) -> None:
+def test_returned_rank_reports_its_stack(backend: RayBackend) -> None:
     with started(backend, "half") as group:
         pids = group.call(worker_call(Toy.pid)).result()
         with pytest.raises(PhaseTimeout) as raised:
@@ -363,7 +363,7 @@ def test_who_has_answered_says_where_it_is_too(backend: RayBackend) -> None:
     assert "rank_0" not in str(raised.value)
 
 
-def test_a_death_is_named_and_not_who_complains_of_it_first(backend: RayBackend) -> None:
+def test_dead_rank_is_named_instead_of_the_first_to_report_it(backend: RayBackend) -> None:
     with started(backend, "chain", 3) as group:
         group.call(worker_call(Toy.stands)).result()
         begun = time.monotonic()
@@ -372,7 +372,7 @@ def test_a_death_is_named_and_not_who_complains_of_it_first(backend: RayBackend)
         assert time.monotonic() - begun < 10
 
 
-def test_more_than_there_is_is_refused_with_the_arithmetic(backend: RayBackend) -> None:
+def test_too_many_slots_are_refused_with_the_arithmetic(backend: RayBackend) -> None:
     report = r"pool 'big' needs 6 slots \(tandem_slot\), \[6\] on 1 node\(s\); the nodes of this Ray have \[5\], 5 together"
     with pytest.raises(ValueError, match=report):
         backend.start_group("big", ResourcePool((6,), "cpu", "big"), TOY)
@@ -380,16 +380,16 @@ def test_more_than_there_is_is_refused_with_the_arithmetic(backend: RayBackend) 
         backend.start_group("wide", ResourcePool((2, 2), "cpu", "wide"), TOY)
 
 
-def test_an_argument_for_all_is_put_once(backend: RayBackend) -> None:
+def test_shared_argument_is_put_once(backend: RayBackend) -> None:
     ship, large, small = Shipper(), torch.zeros(100_000), torch.zeros(10)
     assert isinstance(ship(large), ray.ObjectRef) and ship(large) is ship(large)
     assert not isinstance(ship(small), ray.ObjectRef) and ship(small) is ship(small)
 
 
 @pytest.mark.alone
-def test_a_large_batch_travels_at_the_speed_of_numpy(backend: RayBackend) -> None:
-    """100 MB to a worker and back: at most 4 x Ray's own round trip of the same bytes as numpy arrays, which is zero-copy (ours
-    copies once at each end; torch tensors take 8 x). The best of several, of more if the machine is busy with something else."""
+def test_large_batch_is_sent_at_the_speed_of_numpy(backend: RayBackend) -> None:
+    """100 MB to a worker and back: at most 4 x Ray's own round trip of the same bytes as numpy arrays, which is zero-copy (this
+    backend copies once at each end; torch tensors take 8 x). The best of several tries, of more on a busy machine."""
     tokens = 100 * 2**20 // 32
     columns = {name: torch.arange(tokens) for name in ("input_ids", "response_mask")}
     columns |= {name: torch.rand(tokens) for name in ("log_probs", "values", "advantages", "returns")}

@@ -1,4 +1,4 @@
-"""`ray job submit` to a cluster on this machine, whose job server asks for a token."""
+"""`ray job submit` to a cluster on this machine, whose job server requires a token."""
 
 import json
 import os
@@ -21,13 +21,13 @@ from workers.controller.ports import free_port
 REWARD = """
 import os
 def compute_score(data_source, solution_str, ground_truth, extra_info):
-    return float(os.environ["WORTH"])
+    return float(os.environ["TEST_REWARD"])
 """
 RUN = (sys.executable, "-m", "trainer.main_ppo")
 
 
 PACKAGES = Path(sys.prefix) / "ray-default"
-"""What the job server needs beside Ray."""
+"""Packages that the job server needs in addition to Ray."""
 
 pytestmark = pytest.mark.skipif(not PACKAGES.is_dir(), reason="there is no .venv/ray-default: scripts/setup_env.sh dev makes it")
 
@@ -38,7 +38,7 @@ class Jobs:
         self.environment = os.environ | nodes.environment
 
     def __call__(self, *words: str, **more: str) -> subprocess.CompletedProcess[str]:
-        """`ray job` with these words, in the repository. more: of its environment."""
+        """`ray job` with these words, in the repository. more: additional environment variables."""
         command = [sys.executable, "-m", "ray.scripts.scripts", "job", words[0], f"--address={self.server}", *words[1:]]
         return subprocess.run(command, cwd=ROOT, env=self.environment | more, capture_output=True, text=True, timeout=120)
 
@@ -58,7 +58,7 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Jobs]:
 
 
 @pytest.mark.soak
-def test_a_wrong_key_is_one_line_in_the_jobs_log(jobs: Jobs) -> None:
+def test_wrong_key_is_one_line_in_the_log_of_the_job(jobs: Jobs) -> None:
     done = jobs("submit", "--working-dir=.", "--", *RUN, "recipe=quickstart", "trainer.sed=1")
     assert done.returncode == 1 and "Job entrypoint command failed with exit code 2" in done.stdout, done.stderr
     log = done.stdout.partition("Running entrypoint")[2].partition("ERR cli")[0]
@@ -68,12 +68,12 @@ def test_a_wrong_key_is_one_line_in_the_jobs_log(jobs: Jobs) -> None:
 
 
 @pytest.mark.soak
-def test_the_program_joins_the_cluster_that_runs_the_job(jobs: Jobs, tmp_path: Path) -> None:
-    """Workers get slots from it; a reward of the working directory's is found; variables of the job's arrive."""
+def test_program_joins_the_cluster_that_runs_the_job(jobs: Jobs, tmp_path: Path) -> None:
+    """Workers get slots of it; a reward file in the working directory is found; environment variables of the job arrive."""
     task = make_task(tmp_path / "task")
     (tmp_path / "work").mkdir()
     (tmp_path / "work/mine.py").write_text(REWARD)
-    environment = {"env_vars": {"WORTH": "0.25", "PYTHONPATH": f"{ROOT}:{PACKAGES}"}}
+    environment = {"env_vars": {"TEST_REWARD": "0.25", "PYTHONPATH": f"{ROOT}:{PACKAGES}"}}
     words = ppo_arguments(task, tmp_path / "run", "trainer.backend=ray", "trainer.n_gpus_per_node=2")
     words.append("reward.custom_reward_function.path=mine.py")
     done = jobs(
@@ -92,7 +92,7 @@ def test_the_program_joins_the_cluster_that_runs_the_job(jobs: Jobs, tmp_path: P
 
 
 @pytest.mark.soak
-def test_a_job_that_is_stopped_saves_if_it_is_given_time(jobs: Jobs, tmp_path: Path) -> None:
+def test_stopped_job_saves_within_its_grace_time(jobs: Jobs, tmp_path: Path) -> None:
     task = make_task(tmp_path / "task")
     environment = {"env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": "60"}}
     words = ppo_arguments(task, tmp_path / "run", "trainer.backend=ray", "reward.num_workers=1")
@@ -112,7 +112,7 @@ def test_a_job_that_is_stopped_saves_if_it_is_given_time(jobs: Jobs, tmp_path: P
 
 
 @pytest.mark.soak
-def test_who_has_not_got_the_token_starts_nothing(jobs: Jobs, tmp_path: Path) -> None:
+def test_request_without_the_token_starts_nothing(jobs: Jobs, tmp_path: Path) -> None:
     nowhere = str(tmp_path / "none")
     for token in ("0" * 64, ""):
         done = jobs("submit", "--", "touch", str(tmp_path / "here"), RAY_AUTH_TOKEN=token, RAY_AUTH_TOKEN_PATH=nowhere)

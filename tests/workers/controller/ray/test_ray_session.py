@@ -1,4 +1,4 @@
-"""Directories of a session: short enough for sockets, alone, and gone after it."""
+"""Directories of a session: short enough for sockets, private, and removed afterwards."""
 
 import fcntl
 import os
@@ -37,7 +37,7 @@ def is_alive(pid: int) -> bool:
 
 @pytest.fixture
 def short_dir(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """A run directory by a short path, however deep pytest's is."""
+    """A run directory with a short path, however deep pytest's is."""
     monkeypatch.chdir(tmp_path)
     return Path(".")
 
@@ -49,7 +49,7 @@ def bind_below(session: SessionDir) -> None:
         listener.bind(str(path))
 
 
-def test_it_lies_in_a_short_run_directory(short_dir: Path) -> None:
+def test_session_is_in_a_short_run_directory(short_dir: Path) -> None:
     session = SessionDir(short_dir)
     bind_below(session)
     assert session.path.parent.parent == short_dir
@@ -58,19 +58,19 @@ def test_it_lies_in_a_short_run_directory(short_dir: Path) -> None:
     assert list(short_dir.iterdir()) == []
 
 
-def test_it_lies_elsewhere_if_the_run_directory_is_too_deep(tmp_path: Path) -> None:
+def test_session_of_a_deep_run_directory_is_elsewhere(tmp_path: Path) -> None:
     run_dir = tmp_path / ("deep" * 20)
     session = SessionDir(run_dir)
     bind_below(session)
     assert len(f"{session.path}{SOCKET_BELOW}") <= 107
-    assert session.spill.parent == run_dir, "large files do not go to the short directory"
-    assert session.path.parent.stat().st_mode & 0o077 == 0, "nobody else looks in"
+    assert session.spill.parent == run_dir, "large files are not in the short directory"
+    assert session.path.parent.stat().st_mode & 0o077 == 0, "other users have no access"
     assert (run_dir / "ray").readlink() == session.path
     session.remove()
     assert list(run_dir.iterdir()) == [] and not session.path.parent.exists()
 
 
-def test_two_sessions_do_not_meet(tmp_path: Path) -> None:
+def test_two_sessions_have_separate_directories(tmp_path: Path) -> None:
     first, second = SessionDir(tmp_path), SessionDir(tmp_path)
     assert first.path != second.path and first.spill.exists() and second.spill.exists()
     first.remove()
@@ -78,7 +78,7 @@ def test_two_sessions_do_not_meet(tmp_path: Path) -> None:
     second.remove()
 
 
-def test_what_a_killed_run_left_goes_with_the_next(tmp_path: Path) -> None:
+def test_next_session_removes_the_directory_of_a_killed_run(tmp_path: Path) -> None:
     dead = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], stdout=subprocess.PIPE, text=True, timeout=60)
     assert dead.returncode == -signal.SIGKILL
     orphan = int(dead.stdout)
@@ -90,10 +90,10 @@ def test_what_a_killed_run_left_goes_with_the_next(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("moment", ["open", "flock"])
-def test_a_run_that_ends_while_another_looks_for_dead_ones_is_no_error(
+def test_session_that_ends_during_the_search_for_dead_ones_is_no_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
 ) -> None:
-    """Its directory disappears just before the system call at which the other would find it gone."""
+    """Its directory disappears just before the system call that would find it missing."""
     ending = tmp_path / ".ray-ending"
     ending.mkdir()
     module = {"open": os, "flock": fcntl}[moment]
@@ -111,19 +111,19 @@ def test_a_run_that_ends_while_another_looks_for_dead_ones_is_no_error(
 
 
 def test_only_marked_processes_are_ended() -> None:
-    with set_environment({MARK: "one of ours"}):
+    with set_environment({MARK: "this run's"}):
         actual = subprocess.Popen(["sleep", "600"])
     with set_environment({MARK: "another run's"}):
         other = subprocess.Popen(["sleep", "600"])
-    end_processes(["one of ours"])
+    end_processes(["this run's"])
     assert actual.poll() is not None
     assert other.poll() is None
     other.kill()
     other.wait()
 
 
-def test_rays_processes_are_known_by_their_log_files_too(tmp_path: Path) -> None:
-    """Their title covers a part of their environment. The file may be gone, and another's process is left alone."""
+def test_ray_processes_are_found_by_their_log_files(tmp_path: Path) -> None:
+    """Their title overwrites a part of their environment. The file may be removed; processes of other sessions are kept."""
     own, other = tmp_path / "own", tmp_path / "other"
     started = {}
     for title, folder in (("ray::Agent", own), ("ray::Agent", other), ("tail", own)):
@@ -140,8 +140,8 @@ def test_rays_processes_are_known_by_their_log_files_too(tmp_path: Path) -> None
         process.wait()
 
 
-def test_children_are_found_whatever_the_clock_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    """psutil takes a child for a stranger if it is older than its parent, and the clock that it asks may be set back."""
+def test_children_are_found_after_the_clock_was_set_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """psutil ignores a child that is older than its parent, and its clock may be set back."""
     with set_environment({MARK: "of a parent"}):
         parent = subprocess.Popen(
             ["sh", "-c", "env -u TANDEM_SESSION sleep 600 & echo $!; wait"], stdout=subprocess.PIPE, text=True
@@ -157,19 +157,19 @@ def test_children_are_found_whatever_the_clock_says(monkeypatch: pytest.MonkeyPa
     parent.stdout.close()
 
 
-def test_the_environment_is_put_back() -> None:
+def test_environment_is_restored() -> None:
     before = dict(os.environ)
     with set_environment({MARK: "x"}):
         os.environ["ANOTHER"] = "y"
     assert dict(os.environ) == before
 
 
-def test_workers_look_where_this_interpreter_looks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_have_the_module_path_of_this_interpreter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(tmp_path))
     assert import_path()[0] == str(tmp_path)
     assert not [path for path in import_path() if "site-packages" in path]
 
 
-def test_runs_that_start_together_do_not_disturb_each_other() -> None:
+def test_concurrent_starts_do_not_interfere() -> None:
     with tempfile.TemporaryDirectory(dir="/tmp") as folder, ThreadPoolExecutor(8) as runs:
         assert set(runs.map(ray_session._socket_problem, [Path(folder)] * 400)) == {None}
