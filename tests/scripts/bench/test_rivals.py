@@ -1,4 +1,4 @@
-"""The parts of a rival's driver that need no environment of its own."""
+"""Parts of a rival's driver that do not need the rival's environment."""
 
 import json
 import subprocess
@@ -20,7 +20,7 @@ ROLLOUT = {"kind": "rollout", "threads": 1, "dtypes": ["torch.float32"]}
 
 
 def logged(ended: float, cpu: float) -> dict[str, float]:
-    """A step as verl logs it, with what the patches add."""
+    """Step in verl's log, with the metrics that the patches add."""
     tokens = {"bench/prompt_tokens": 136, "bench/response_tokens": 480}
     return {"bench/ended": ended, "bench/cpu": cpu, "timing_s/gen": 2.0, "timing_s/gen_cpu": 2.5, "timing_s/step": 7.0, **tokens}
 
