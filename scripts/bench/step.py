@@ -55,7 +55,7 @@ class Workload:
     """Sizes and settings of a step.
 
     response_length: tokens of every response, or with ``ragged`` of the longest: lengths are then drawn from a geometric
-    distribution whose mean is about a quarter of it. kl_coef 0: no KL loss. vocab: size of the model's vocabulary. model: a model's
+    distribution whose mean is about a quarter of it. kl_coef 0: no KL loss. vocab: size of the vocabulary. model: a model's
     directory, which replaces these sizes. device: on cuda everything is in bfloat16, activations are recomputed, vLLM generates.
     """
 
