@@ -41,7 +41,7 @@ done
 exec "$@"
 """
 SCONTROL = r"""#!/usr/bin/env bash
-echo "$*" >>"$SLURM_STAND_IN/told"
+echo "$*" >>"$SLURM_STAND_IN/scontrol_calls"
 [ "$1" = requeue ] && touch "$SLURM_STAND_IN/requeued_$2"
 """
 SQUEUE = r"""#!/usr/bin/env bash
@@ -55,8 +55,11 @@ exit 0
 
 
 def stand_in(folder: Path) -> dict[str, str]:
-    """The environment in which they are found. folder: new; gets batch_7.sh, batch_8.sh ... of the jobs, and told, what
-    scontrol was asked for. In it ``down``: Slurm's controller does not answer squeue."""
+    """Environment in which the stand-ins are found.
+
+    folder: new; gets batch_7.sh, batch_8.sh ... of the jobs, and scontrol_calls, the arguments of scontrol. If it contains
+    ``down``, squeue fails, as if Slurm's controller did not respond.
+    """
     folder.mkdir()
     for name, text in {"sbatch": SBATCH, "node": NODE, "srun": SRUN, "scontrol": SCONTROL, "squeue": SQUEUE}.items():
         (folder / name).write_text(text)

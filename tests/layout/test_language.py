@@ -32,7 +32,6 @@ BANNED = (
     r"to the bit",
     r"worth",
 )
-
 PATTERN = re.compile(rf"\b(?:{'|'.join(BANNED)})\b".replace(" ", r"\s+"), re.IGNORECASE)
 SUFFIXES = {".py", ".yaml", ".yml", ".md", ".sh", ".toml"}
 
