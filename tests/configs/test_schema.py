@@ -99,13 +99,6 @@ def test_supervised_training_has_the_same_defaults_in_both_programs() -> None:
     assert {key for key in shared if OmegaConf.select(reward_model, key) != OmegaConf.select(sft, key)} == own
 
 
-def test_described_reads_values_and_comments() -> None:
-    written = described(CONFIG_DIR / "ppo_trainer.yaml")
-    assert written["trainer.nnodes"].value == "1"
-    assert written["trainer.nnodes"].comment.startswith("Number of nodes")
-    assert written["trainer.default_local_dir"].value == "checkpoints/${trainer.project_name}/${trainer.experiment_name}"
-
-
 OPTIONS = [
     (schema, path)
     for root, schema in PROGRAMS
@@ -120,12 +113,6 @@ def test_groups_and_recipes_set_only_existing_leaves(schema: type, path: Path) -
     tree: Any = OmegaConf.to_container(OmegaConf.load(path))
     tree.pop("defaults", None)
     assert [key for key in yaml_leaves(tree) if not keys_of(schema).knows(key)] == []
-
-
-def test_the_megatron_root_sets_a_leaf_of_the_same_tree() -> None:
-    tree: Any = OmegaConf.to_container(OmegaConf.load(CONFIG_DIR / "ppo_megatron_trainer.yaml"))
-    assert tree.pop("defaults") == ["ppo_trainer", "_self_"]
-    assert yaml_leaves(tree) == {"actor_rollout_ref.actor.strategy"}
 
 
 def test_every_root_yaml_belongs_to_a_program() -> None:

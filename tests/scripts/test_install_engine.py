@@ -34,8 +34,6 @@ def install(folder: Path, *words: str, python: str = PYTHON) -> tuple[subprocess
     ("words", "asked"),
     [
         (("vllm", "cpu"), f"--no-deps {VLLM}"),
-        (("sglang", "cpu"), f"--no-deps {SGLANG}"),
-        (("megatron", "cpu"), f"--no-deps {MEGATRON}"),
         (("all", "cpu"), f"--no-deps {VLLM} {SGLANG} {MEGATRON}"),
         (("all",), f"--no-deps {VLLM} {SGLANG} {MEGATRON}"),
         (("vllm", "cuda"), "--editable .[vllm]"),
