@@ -68,7 +68,7 @@ def test_imports_of_tests_and_scripts_are_declared() -> None:
     assert imported("tests", "scripts", "examples") - declared("hub", "serve", *TRACKERS, *ENGINES, "dev") == set()
 
 
-def test_what_is_declared_is_imported() -> None:
+def test_declared_dependencies_are_imported() -> None:
     core = imported()
     assert declared() - core - NOT_IMPORTED.keys() == set()
     assert (

@@ -51,7 +51,7 @@ def test_a_folder_of_the_user_does_not_hide_a_package(tmp_path: Path) -> None:
     assert done.stdout.split() == [str(ROOT / "configs/__init__.py"), str(ROOT / "workers/__init__.py")]
 
 
-def test_it_is_cited_by_its_version() -> None:
+def test_citation_has_the_current_version() -> None:
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     version = read_attr(SETUPTOOLS["dynamic"]["version"]["attr"], root_dir=ROOT)
     assert {"cff-version", "message", "title", "authors"} <= citation.keys(), "required by the format"
