@@ -1,7 +1,7 @@
-"""What mkdocs does besides: see mkdocs.yml.
+"""Hooks of mkdocs: see mkdocs.yml.
 
-Pages link to other files of the repository by relative paths, which a forge shows as they are. The site gets copies of these
-files, and three pages that lie at the repository's top. Formulas become MathML, which browsers draw without a script.
+Pages link to other files of the repository by relative paths, which a forge resolves itself. The site gets copies of these files,
+and three pages from the repository's top folder. Formulas become MathML, which browsers render without a script.
 """
 
 import html
@@ -18,7 +18,7 @@ from mkdocs.structure.pages import Page
 ROOT = Path(__file__).resolve().parents[1]
 TOP_PAGES = ("CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")
 COPIES = "files"
-"""The site's folder for copies: no page of ours lies there."""
+"""The site's folder for copies; it contains no pages."""
 LINK = re.compile(r"(\]\()(?!https?://|mailto:|#)([^)#\s]+)")
 FENCED = re.compile(r"^(```.*?^```)", re.DOTALL | re.MULTILINE)
 FORMULA = re.compile(r"<(span|div) class=\"arithmatex\">\\[(\[](.*?)\\[)\]]</\1>", re.DOTALL)
@@ -31,7 +31,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Links that leave docs/ lead to what the site has instead. Code is left alone."""
+    """Rewrite links that leave docs/ to the site's copies. Code blocks stay unchanged."""
     source = Path(page.file.abs_src_path or "")
     here = posixpath.dirname(page.file.src_uri)
 
@@ -48,7 +48,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def copy_of(target: Path, source: Path, config: MkDocsConfig, files: Files) -> str:
-    """Where the site has this file of the repository."""
+    """Path within the site of a file of the repository."""
     if not target.is_relative_to(ROOT) or not target.is_file():
         raise PluginError(f"{source.relative_to(ROOT)} links to {target}, which is no file of the repository")
     name = target.relative_to(ROOT).as_posix()

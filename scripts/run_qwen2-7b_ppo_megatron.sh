@@ -7,8 +7,9 @@ settings=(
   recipe=gsm8k_math_ppo # data, model, PPO with KL in the reward, validation, checkpoints
   data.max_response_length=3072
 
-  # The critic and the reference follow the actor's cut. Two GPUs a copy, four copies: of 3.8B parameters a GPU holds 2 bytes, their
-  # gradients 4, and a quarter of the optimizer's 12: 34 GB. Two such models do not fit beside an engine: what rests is on the host.
+  # The critic and the reference are split like the actor: four copies of two GPUs each. For its 3.8B parameters a GPU holds 2 bytes
+  # each, 4 for the gradient, and a quarter of the optimizer's 12: 34 GB. Two such models and an engine do not fit: idle ones are
+  # offloaded to the host.
   actor_rollout_ref.actor.strategy=megatron
   actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2
   actor_rollout_ref.actor.megatron.param_offload=true

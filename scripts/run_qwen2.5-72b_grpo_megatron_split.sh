@@ -16,13 +16,13 @@ settings=(
   actor_rollout_ref.actor.strategy=megatron
   actor_rollout_ref.actor.megatron.tensor_model_parallel_size=8   # a node
   actor_rollout_ref.actor.megatron.pipeline_model_parallel_size=3 # nodes
-  actor_rollout_ref.actor.megatron.override_transformer_config.num_layers_in_first_pipeline_stage=26 # of 80, beside the embedding
-  actor_rollout_ref.actor.megatron.override_transformer_config.num_layers_in_last_pipeline_stage=26  # beside the head
+  actor_rollout_ref.actor.megatron.override_transformer_config.num_layers_in_first_pipeline_stage=26 # of 80, with the embedding
+  actor_rollout_ref.actor.megatron.override_transformer_config.num_layers_in_last_pipeline_stage=26  # with the head
   actor_rollout_ref.actor.ppo_max_token_len_per_gpu=4096 # some 35 micro-batches an update, so that three stages seldom wait
 
   rollout=vllm
   actor_rollout_ref.rollout.tensor_model_parallel_size=8
-  actor_rollout_ref.rollout.gpu_memory_utilization=0.9 # of 80 GB: 18 for weights, the rest for the cache; nobody else is there
+  actor_rollout_ref.rollout.gpu_memory_utilization=0.9 # of 80 GB: 18 for weights, the rest for the cache; no other model is there
 
   algorithm.adv_estimator=grpo
   data.train_batch_size=256

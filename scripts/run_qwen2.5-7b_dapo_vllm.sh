@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
 # DAPO (Yu et al. 2025, arXiv:2503.14476): clip-higher, dynamic sampling, loss by tokens (the default), soft overlong punishment, no KL.
-# Batch, group, updates and learning rate are its section 4.1's; answers are a quarter as long, as GSM8K and MATH are easier than its
+# Batch, group, updates and learning rate are its section 4.1's; responses are a quarter as long, as GSM8K and MATH are easier than its
 # data. Qwen2.5-7B, the base model. 8 GPUs of 80 GB, FSDP, vLLM. Not run here.
 set -euo pipefail
 
 settings=(
   recipe=gsm8k_math # data, validation, checkpoints
   algorithm.adv_estimator=grpo
-  actor_rollout_ref.actor.clip_ratio_high=0.28 # beside 0.2 below
+  actor_rollout_ref.actor.clip_ratio_high=0.28 # the lower bound stays 0.2
   algorithm.filter_groups.enable=true # groups that are all right or all wrong are replaced
   algorithm.filter_groups.max_num_gen_batches=10 # then the data is too easy, or too hard, and the run says so
   data.gen_batch_size=1536 # prompts a round: a third of the groups have to be kept for one round to do

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# GSPO (Zheng et al. 2025, arXiv:2507.18071): one ratio an answer, the mean over its tokens in logarithms, and so a range hundreds of
+# GSPO (Zheng et al. 2025, arXiv:2507.18071): one ratio per response, the mean over its tokens in logarithms, and so a range hundreds of
 # times narrower than PPO's. Range and four updates a step are its section 5.1's; group and batch are verl's for it.
 # Qwen2.5-7B, the base model, on GSM8K and MATH. 8 GPUs of 80 GB, FSDP, vLLM. Not run here.
 set -euo pipefail
@@ -10,7 +10,7 @@ settings=(
   actor_rollout_ref.actor.policy_loss.loss_mode=gspo
   actor_rollout_ref.actor.clip_ratio_low=3e-4
   actor_rollout_ref.actor.clip_ratio_high=4e-4
-  actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-mean # its eq. 5 is a mean over answers
+  actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-mean # its eq. 5 is a mean over responses
   actor_rollout_ref.rollout.n=16
   data.train_batch_size=512
   actor_rollout_ref.actor.ppo_mini_batch_size=128 # four updates a step

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# REINFORCE++ with baseline (Hu et al. 2025, arXiv:2501.03262): less the mean of the prompt's answers, then whitened over the tokens of the
+# REINFORCE++ with baseline (Hu et al. 2025, arXiv:2501.03262): less the mean of the prompt's responses, then whitened over the tokens of the
 # whole batch; PPO's clipped loss, and the KL to the reference in it as k2. Batch, group, KL and learning rate are those of OpenRLHF's
 # script for it. Qwen2.5-7B-Instruct on GSM8K and MATH. 8 GPUs of 80 GB, FSDP, vLLM. Not run here.
 set -euo pipefail
@@ -12,7 +12,7 @@ settings=(
   actor_rollout_ref.actor.optim.lr=5e-7
   actor_rollout_ref.rollout.n=8
   data.train_batch_size=128
-  actor_rollout_ref.actor.ppo_mini_batch_size=16 # 128 answers an update
+  actor_rollout_ref.actor.ppo_mini_batch_size=16 # 128 responses per update
 
   data.max_response_length=2048
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Dr.GRPO (Liu et al. 2025, arXiv:2503.20783): GRPO without the two divisions that favour easy questions and long wrong answers, without KL.
+# Dr.GRPO (Liu et al. 2025, arXiv:2503.20783): GRPO without the two divisions that favour easy questions and long wrong responses, without KL.
 # Numbers are those of its authors' script for Qwen2.5-Math-1.5B, the base model, on MATH. 8 GPUs of 40 GB, FSDP, vLLM. Not run here.
 set -euo pipefail
 
@@ -10,7 +10,7 @@ settings=(
   actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-sum-norm # sums, over one and the same length
   actor_rollout_ref.rollout.n=8
   data.train_batch_size=128
-  actor_rollout_ref.actor.ppo_mini_batch_size=16 # 128 answers an update
+  actor_rollout_ref.actor.ppo_mini_batch_size=16 # 128 responses per update
 
   data.train_files="$data/math/train.parquet" # 7,500 prompts: 58 steps an epoch
   data.val_files="$data/math/test.parquet"

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # RLHF from the first stage to the last, on two CPU cores in minutes: a tiny model learns from worked examples, a reward model
-# from pairs of its answers, PPO from the reward model alone, and a report sets what that one thinks beside what is true.
+# from pairs of its responses, PPO from the reward model alone, and a report compares the reward model's scores with the truth.
 #     scripts/run_rlhf_chain_cpu.sh                               into runs/rlhf_chain
 #     SEED=2 FOLDER=runs/no_ptx scripts/run_rlhf_chain_cpu.sh actor_rollout_ref.actor.ptx_coef=0        arguments go to PPO
 # A stage that is done is not done again, unless its command or the files that it reads have changed: docs/rlhf_chain.md.
@@ -9,7 +9,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 : "${FOLDER:=runs/rlhf_chain}" "${SEED:=1}" "${SFT_STEPS:=96}" "${REWARD_STEPS:=256}" "${PPO_STEPS:=200}"
 : "${COMPARED:=6144}" "${TESTED:=512}" # prompts of the reward model's pairs, and of the comparison
-: "${ANSWERS:=16}"                     # to each of these, of which the best is taken
+: "${ANSWERS:=16}"                     # responses per prompt of the comparison, of which the best is taken
 if [ -z "${PYTHON:-}" ]; then
   scripts/setup_env.sh
   PYTHON=.venv/bin/python
@@ -30,7 +30,7 @@ stage() {
     return
   fi
   echo "== $name"
-  # What was stopped goes on where its program can, from a checkpoint or with the answers that are missing; main_export cannot.
+  # A stopped stage resumes from its checkpoint or with the missing responses; main_export cannot, and starts again.
   [ "$name" != policy ] && [ "$(cat "$dir/stage.begun" 2>/dev/null)" = "$asked" ] || rm -rf "$dir"
   mkdir -p "$dir"
   echo "$asked" >"$dir/stage.begun"
@@ -41,11 +41,11 @@ stage() {
 
 # One worker in each program's own process: to start a Ray cluster takes longer than most of these stages.
 here=(trainer.device=cpu trainer.backend=local trainer.n_gpus_per_node=1 "trainer.seed=$SEED")
-# The right answer has six digits and an end; longer ones are wrong, but only what never ends is cut.
+# The right answer has six digits and an end token; longer responses are wrong, but only those that do not terminate are truncated.
 task=(data.max_prompt_length=8 data.max_response_length=12 reward.num_workers=0)
 answers=("${here[@]}" "${task[@]}" data.batch_size=1024 selection.score=true
   actor_rollout_ref.rollout.dtype=float32 actor_rollout_ref.rollout.max_num_seqs=1024)
-# The rule that knows the truth is asked, and weighs nothing.
+# The rule, which knows the truth, also scores, with weight 0.
 judged=(reward.weight=0 reward.reward_model.enable=true reward.reward_model.path="$FOLDER/reward/model"
   reward.reward_model.normalize=stored reward.reward_model.fsdp_config.dtype=float32)
 
@@ -56,13 +56,13 @@ stage sft "base/model data/sft.parquet" trainer.main_sft sft_recipe=sort_digits 
   model.path="$FOLDER/base/model" data.train_files="$FOLDER/data/sft.parquet" optim.lr_scheduler_type=cosine \
   trainer.total_training_steps="$SFT_STEPS" trainer.default_local_dir="$FOLDER/sft" trainer.export_dir="$FOLDER/sft/model"
 
-# Pairs of its own answers: the rule stands for the people who would compare them.
+# Pairs of its own responses: the rule replaces the people who would compare them.
 stage pairs "sft/model data/train.parquet" trainer.main_generation "${answers[@]}" \
   actor_rollout_ref.model.path="$FOLDER/sft/model" data.path="$FOLDER/data/train.parquet" data.max_samples="$COMPARED" \
   actor_rollout_ref.rollout.n=8 selection.max_per_prompt=4 \
   selection.preferences="$FOLDER/pairs/pairs.parquet" trainer.default_local_dir="$FOLDER/pairs"
 
-# With pairs of right and slightly wrong answers, such as the model will give when it is better.
+# Also on pairs of right and slightly wrong responses, which the model will give once it is better.
 stage reward \
   "sft/model pairs/pairs.parquet data/preferences.parquet data/preferences_test.parquet" \
   trainer.main_reward_model reward_recipe=sort_digits "${here[@]}" trainer.resume_mode=auto \
@@ -72,7 +72,7 @@ stage reward \
   optim.lr_scheduler_type=cosine trainer.total_training_steps="$REWARD_STEPS" trainer.test_freq=32 \
   trainer.default_local_dir="$FOLDER/reward" trainer.export_dir="$FOLDER/reward/model"
 
-# Actor and reference begin as the fine-tuned model, the critic as the reward model; the fine-tuning's texts go along (PPO-ptx).
+# Actor and reference start as the fine-tuned model, the critic as the reward model; PPO-ptx also trains on the fine-tuning texts.
 stage ppo "sft/model reward/model data/train.parquet data/test.parquet data/sft.parquet" \
   trainer.main_ppo recipe=quickstart algorithm=ppo "${here[@]}" "${task[@]}" "${judged[@]}" \
   actor_rollout_ref.model.path="$FOLDER/sft/model" critic.model.path="$FOLDER/reward/model" \
@@ -87,7 +87,7 @@ stage ppo "sft/model reward/model data/train.parquet data/test.parquet data/sft.
 stage policy "ppo/latest_checkpointed_iteration.txt ppo/metrics.jsonl" \
   trainer.main_export checkpoint="$FOLDER/ppo" output="$FOLDER/policy/model"
 
-# The same prompts and draws for both, judged by the rule and by the reward model, which picks the best.
+# The same prompts and seeds for both models, scored by the rule and by the reward model, which selects the best.
 for model in sft policy; do
   stage "${model}_answers" "$model/model reward/model data/test.parquet" trainer.main_generation \
     "${answers[@]}" "${judged[@]}" actor_rollout_ref.model.path="$FOLDER/$model/model" \

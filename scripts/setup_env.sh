@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Makes .venv and installs Tandem into it, editable, with the core's dependencies and those of the extras that are named:
+# Makes .venv and installs Tandem into it, editable, with the dependencies of the core and of the named extras:
 #     scripts/setup_env.sh [dev|hub|wandb ...]
-# dev without a GPU has the CPU builds of all engines too, and a Ray job server, which the tests run.
+# On a machine without a GPU, dev also installs the CPU builds of all engines, and a Ray job server, for the tests.
 # Run again, it returns at once unless pyproject.toml or the requirements changed. After adding a GPU: rm -rf .venv.
 # PYTHON=/path/to/python3 chooses the interpreter.
 set -euo pipefail

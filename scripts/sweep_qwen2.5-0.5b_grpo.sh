@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Which learning rate, and is it luck? recipe=gsm8k_0.5b with each of three rates and two seeds: 6 runs, one after the other, each in a
-# directory of its own, checkpoints/sweep_gsm8k_0.5b/0 to 5, with its report.html. 1 GPU of 24 GB, vLLM. Not run here.
+# Sweep over three learning rates and two seeds of recipe=gsm8k_0.5b: 6 runs, one after the other, each in its own directory,
+# checkpoints/sweep_gsm8k_0.5b/0 to 5, with its report.html. 1 GPU of 24 GB, vLLM. Not run here.
 #     scripts/sweep_qwen2.5-0.5b_grpo.sh trainer.total_epochs=1
 #     python -m trainer.main_compare checkpoints/sweep_gsm8k_0.5b    # their curves side by side, bands over the seeds
 set -euo pipefail

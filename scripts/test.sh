@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Makes what the tests need, then ruff, mypy and pytest. Arguments go to pytest; it ends with pytest's summary.
+# Sets up the tests' environment, then runs ruff, mypy and pytest. Arguments go to pytest; the last output is pytest's summary.
 #     scripts/test.sh                   all but the long ones, two files at a time
 #     scripts/test.sh tests/layout -x   some of them, one at a time
 #     scripts/test.sh soak              the long ones: learning tables, kills

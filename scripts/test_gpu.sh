@@ -6,7 +6,7 @@
 #     scripts/test_gpu.sh --cpu --rows quick-lora the same on a tiny model, on the CPU
 #     PYTHON=python3.12 scripts/test_gpu.sh ...   with another Python than python3
 # Each row leaves DIR/<row>/<stage>.log (--out DIR); DIR/table.md and DIR/results.json have them all, and the next start with the
-# same DIR goes on with what is missing. A table comes last, and a line for each failure; the exit status is 1 then.
+# same DIR continues with what is missing. A table comes last, and a line for each failure; the exit status is 1 then.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 

@@ -55,8 +55,11 @@ exit 0
 
 
 def stand_in(folder: Path) -> dict[str, str]:
-    """The environment with these programs. folder: new; gets batch_7.sh, batch_8.sh ... of the jobs, and scontrol_calls, the
-    arguments of scontrol. If it has ``down``, Slurm's controller does not answer squeue."""
+    """Environment in which the stand-ins are found.
+
+    folder: new; gets batch_7.sh, batch_8.sh ... of the jobs, and scontrol_calls, the arguments of scontrol. If it contains
+    ``down``, squeue fails, as if Slurm's controller did not respond.
+    """
     folder.mkdir()
     for name, text in {"sbatch": SBATCH, "node": NODE, "srun": SRUN, "scontrol": SCONTROL, "squeue": SQUEUE}.items():
         (folder / name).write_text(text)

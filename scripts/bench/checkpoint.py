@@ -1,12 +1,12 @@
-"""What a checkpoint costs: how long training waits, how fast it is written, how long a resume takes, as JSON.
+"""Cost of a checkpoint: how long training waits, how fast it is written, how long a resume takes, as JSON.
 
     python scripts/bench/checkpoint.py --shape 7b --device cuda --ranks 2    # 91 GB on disk and in the host's memory
     python scripts/bench/checkpoint.py --shape 84m --device cpu --export     # the smoke version
 
-FSDP on random weights: parameters and both moments in float32, 12 bytes a parameter. GB is 10^9 bytes; seconds are those of
-the slowest rank. check: hashes of all files, compared; load: into the engine that saved, whose tensors were zeroed before;
-bits: whether all came back. export: the weights as a Hugging Face directory in float32, in a process of its own; its memory is
-the most that was resident.
+FSDP on random weights: parameters and both moments in float32, 12 bytes per parameter. GB is 10^9 bytes; seconds are those of
+the slowest rank. check: hashes of all files, compared; load: into the engine that saved, after its tensors were set to zero;
+bits: whether all tensors are bitwise identical again. export: the weights as a Hugging Face directory in float32, in a separate
+process; its memory is the peak resident size.
 """
 
 import argparse
@@ -39,7 +39,7 @@ from workers.engine.saving import hashes_of
 
 
 class Peak:
-    """Of this process's own memory, in GB more than at the start; pages of files that it reads are the kernel's to drop."""
+    """Peak of this process's anonymous memory, in GB above its start; the page cache is excluded, the kernel can drop it."""
 
     def __enter__(self) -> Self:
         self.before = self.most = self._now()
@@ -67,7 +67,7 @@ class Peak:
 
 
 def exported(source: str, target: str) -> dict[str, float]:
-    """In a process of its own: what it took."""
+    """Seconds and GB of an export and of its check; runs in a separate process."""
     Path(target).mkdir()
     started = time.perf_counter()
     with Peak() as exporting:
@@ -82,7 +82,7 @@ def exported(source: str, target: str) -> dict[str, float]:
 
 
 def built(args: argparse.Namespace, folder: Path) -> fsdp.FSDPEngine:
-    """With weights and moments drawn on the device."""
+    """Build an engine with random weights and moments, generated on the device."""
     models = compose(
         "ppo_trainer",
         PPOConfig,
@@ -102,7 +102,7 @@ def tensors(engine: fsdp.FSDPEngine) -> list[torch.Tensor]:
 
 
 def sums(engine: fsdp.FSDPEngine) -> list[int]:
-    """Of the bits of each tensor."""
+    """Sum of the bits of each tensor, as int32."""
     return [int(tensor.view(torch.int32).sum()) for tensor in tensors(engine)]
 
 
@@ -129,7 +129,7 @@ def gathered(mine: Any) -> list[Any]:
 
 
 def evict(folder: Path) -> None:
-    """From the page cache: the disk is read."""
+    """Drop the folder's files from the page cache, so that they are read from disk."""
     for file in folder.iterdir():
         with file.open("rb") as opened:
             os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
@@ -144,7 +144,7 @@ def work(rank: int, args: argparse.Namespace, folder: Path) -> None:
     backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
     dist.init_process_group(backend, init_method=f"file://{folder}/rendezvous", rank=rank, world_size=args.ranks)
     building, engine = timed(lambda: built(args, folder))
-    said: dict[str, Any] = {"settings": vars(args), "build": building, "saves": []}
+    report: dict[str, Any] = {"settings": vars(args), "build": building, "saves": []}
     before, directory = sums(engine), folder / "checkpoint"
     for _ in range(args.saves):
         if rank == 0:
@@ -156,12 +156,12 @@ def work(rank: int, args: argparse.Namespace, folder: Path) -> None:
         whole = Saved.join(gathered(saving.result()))
         size = whole.bytes / 1e9
         seconds = round(whole.seconds, 2)
-        said["saves"].append(
+        report["saves"].append(
             {"training waits": waits, "written in": seconds, "GB": round(size, 2), "GB/s": round(size / seconds, 2),
              "GB of the host in use": round(taken / 1e9, 1), "waited for": whole.waited_for}
         )  # fmt: skip
         if rank == 0:
-            print(json.dumps(said["saves"][-1]), flush=True)
+            print(json.dumps(report["saves"][-1]), flush=True)
     for tensor in tensors(engine):
         tensor.zero_()
     if args.cold and rank == 0:
@@ -173,14 +173,15 @@ def work(rank: int, args: argparse.Namespace, folder: Path) -> None:
     hashes = {name: sha256 for part in gathered(found) for name, sha256 in part.items()}
     assert hashes == {file.name: file.sha256 for file in whole.files if file.name in hashes} and len(hashes) == len(names)
     same = all(gathered(sums(engine) == before))
-    said["resume"] = {"check": checking, "load": loading, "both": round(checking + loading, 2), "files": len(names), "bits": same}
+    both = round(checking + loading, 2)
+    report["resume"] = {"check": checking, "load": loading, "both": both, "files": len(names), "bits": same}
     dist.destroy_process_group()
     if rank == 0:
         if args.export:
             with get_context("spawn").Pool(1) as pool:
-                said["export"] = pool.apply(exported, (str(directory), f"{folder}/exported"))
-            said["export"]["GB of weights"] = round(Path(folder, "exported/model.safetensors").stat().st_size / 1e9, 3)
-        print(json.dumps(said, indent=1))
+                report["export"] = pool.apply(exported, (str(directory), f"{folder}/exported"))
+            report["export"]["GB of weights"] = round(Path(folder, "exported/model.safetensors").stat().st_size / 1e9, 3)
+        print(json.dumps(report, indent=1))
     faulthandler.cancel_dump_traceback_later()
 
 
@@ -189,8 +190,8 @@ def main() -> None:
     parser.add_argument("--shape", choices=SHAPES, default="84m")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--ranks", type=int, default=1)
-    parser.add_argument("--saves", type=int, default=2, help="one after the other, each in the other's place")
-    parser.add_argument("--cold", action="store_true", help="nothing of the files in the page cache when they are checked")
+    parser.add_argument("--saves", type=int, default=2, help="number of saves, each of which replaces the one before")
+    parser.add_argument("--cold", action="store_true", help="drop the files from the page cache before they are checked")
     parser.add_argument("--export", action="store_true")
     parser.add_argument("--folder", help="where to write; a temporary directory")
     parser.add_argument("--limit", type=float, default=300.0, help="seconds, then it ends with its stacks")

@@ -1,18 +1,18 @@
-"""Tandem's GRPO step beside that of another system, in one run on one machine: a table, JSON, and a picture.
+"""Compare Tandem's GRPO step with that of another system, in one run on one machine: a table, JSON, and a picture.
 
     python scripts/bench/compare.py --task quickstart --rival trl
     python scripts/bench/compare.py --task step --rival verl --rounds 3 --json step.json --plot step.png
     python scripts/bench/compare.py --task ragged --rival trl --steps 3 trainer.backend=local
 
-Both sides get the same files: model, prompts, reward, the lengths of the answers, learning rate, KL coefficient. The rival works
-in an environment of its own, which rivals/install.sh makes from the package registry (--env; kept and used again). Whole runs
-alternate, in each round the other side first; first steps are left out. Wall seconds are a round's median of whole steps; CPU
-seconds those of all processes that do the work, without Ray's daemons. A ratio is Tandem's seconds over the rival's in the same
-round; the table has the median over rounds, and from where to where they went. There is no ratio unless both sides had the same
-tokens and updates in each step, and the same type and threads. Further arguments are overrides of Tandem's side.
+Both sides get the same files and settings: model, prompts, reward, response lengths, learning rate, KL coefficient. The rival
+runs in a separate environment, which rivals/install.sh installs from the package registry (--env; kept and used again). Whole
+runs alternate, and the side that starts changes each round; warm-up steps are left out. Wall seconds are a round's median of
+whole steps; CPU seconds are those of all processes of a run, without Ray's daemons. A ratio is Tandem's seconds over the rival's
+in the same round; the table has the median, minimum and maximum over rounds. There is no ratio unless both sides had the same
+tokens and updates in each step, and the same dtype and threads. Further arguments are overrides of Tandem's side.
 
-A rival's driver: `<env>/bin/python -P rivals/<name>.py --task task.json --out out.json`. task.json is what step.py writes.
-out.json: rival, version, versions, dtype, threads, startup_s, and steps, the measured ones alone: wall_s, cpu_s, prompt_tokens,
+A rival's driver: `<env>/bin/python -P rivals/<name>.py --task task.json --out out.json`. step.py writes task.json.
+out.json: rival, version, versions, dtype, threads, startup_s, and steps, only the measured ones: wall_s, cpu_s, prompt_tokens,
 response_tokens (of all rows), updates (of the optimizer), phases (seconds by name).
 """
 
@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args, overrides = parser.parse_known_args(argv)
     work, python = workload(args), installed(args.rival, args.env)
     rounds = [one_round(work, args.rival, python, overrides, number) for number in range(args.rounds)]
-    result = {"tandem": middle_of([ours for ours, _ in rounds]), args.rival: middle_of([theirs for _, theirs in rounds])}
+    result = {"tandem": middle_of([tandem for tandem, _ in rounds]), args.rival: middle_of([rival for _, rival in rounds])}
     figures = {"task": args.task, "settings": vars(work), "overrides": overrides, "ratios": ratios(rounds), "rounds": rounds}
     if args.json is not None:
         args.json.write_text(json.dumps(figures | {"load": os.getloadavg()}, indent=1))
@@ -58,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def installed(rival: str, env: Path | None) -> Path:
-    """The Python of the rival's environment, which is made if it is not there."""
+    """Path of Python in the rival's environment, which is installed if it does not exist."""
     cache = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser()
     folder = env or cache / "tandem" / "rivals" / rival
     call([RIVALS / "install.sh", rival, folder], f"the installation of {rival}", os.environ)
@@ -66,7 +66,7 @@ def installed(rival: str, env: Path | None) -> Path:
 
 
 def one_round(work: Workload, rival: str, python: Path, overrides: Sequence[str], number: int) -> tuple[Report, Report]:
-    """Tandem's report and the rival's. Ends the program, with a line for people, if they did not do the same work."""
+    """Reports of Tandem and the rival. Exits with a one-line message if they did not do the same work."""
     with tempfile.TemporaryDirectory() as folder:
         task = make_task(work, Path(folder), seed=number)
         sides = {
@@ -76,48 +76,48 @@ def one_round(work: Workload, rival: str, python: Path, overrides: Sequence[str]
         order = list(sides) if number % 2 == 0 else list(reversed(sides))
         reports = {side: sides[side]() for side in order}
     print(table(reports), file=sys.stderr)
-    difference = unequal(reports["tandem"], reports[rival])
-    if difference is not None:
-        raise SystemExit(f"no ratio, the sides differ in round {number + 1}: {difference}")
+    found = difference(reports["tandem"], reports[rival])
+    if found is not None:
+        raise SystemExit(f"no ratio, the sides differ in round {number + 1}: {found}")
     return reports["tandem"], reports[rival]
 
 
 def run_rival(rival: str, python: Path, folder: Path, threads: int) -> Report:
     out = folder / "out.json"
     command = [python, "-P", RIVALS / f"{rival}.py", "--task", folder / "task.json", "--out", out]
-    # What PYTHONPATH adds to our packages is not for an environment of its own.
-    ours = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    environment = ours | {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
+    # PYTHONPATH would put this environment's packages before those of the rival's environment.
+    inherited = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    environment = inherited | {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
     call(command, f"the run of {rival}", environment)
     return json.loads(out.read_text())
 
 
 def call(command: Sequence[str | Path], what: str, environment: Mapping[str, str]) -> None:
-    """Its output goes to stderr: stdout is for the table alone."""
+    """Run a command; its output goes to stderr, because stdout has only the table."""
     code = subprocess.run(command, stdout=2, env=environment).returncode
     if code:
         raise SystemExit(f"{what} ended with {code}")
 
 
-def unequal(ours: Report, theirs: Report) -> str | None:
-    """What the two did differently; None if they did the same: only then their times may be compared."""
-    names = ours["rival"], theirs["rival"]
+def difference(tandem: Report, rival: Report) -> str | None:
+    """First difference between the work of the two runs; None if it is the same, and their times can be compared."""
+    names = tandem["rival"], rival["rival"]
     for field in ("dtype", "threads"):
-        if ours[field] != theirs[field]:
-            return f"{field}: {names[0]} {ours[field]}, {names[1]} {theirs[field]}"
-    if len(ours["steps"]) != len(theirs["steps"]):
-        return f"measured steps: {names[0]} {len(ours['steps'])}, {names[1]} {len(theirs['steps'])}"
-    for number, (mine, other) in enumerate(zip(ours["steps"], theirs["steps"], strict=True), start=1):
+        if tandem[field] != rival[field]:
+            return f"{field}: {names[0]} {tandem[field]}, {names[1]} {rival[field]}"
+    if len(tandem["steps"]) != len(rival["steps"]):
+        return f"measured steps: {names[0]} {len(tandem['steps'])}, {names[1]} {len(rival['steps'])}"
+    for number, (step, other) in enumerate(zip(tandem["steps"], rival["steps"], strict=True), start=1):
         for field, words in PER_STEP.items():
-            if mine[field] != other[field]:
-                return f"{words} of measured step {number}: {names[0]} {mine[field]}, {names[1]} {other[field]}"
+            if step[field] != other[field]:
+                return f"{words} of measured step {number}: {names[0]} {step[field]}, {names[1]} {other[field]}"
     return None
 
 
 def ratios(rounds: Sequence[tuple[Report, Report]]) -> dict[str, list[float]]:
-    """Of each round: Tandem's seconds over the rival's."""
-    middles = [(medians(ours), medians(theirs)) for ours, theirs in rounds]
-    return {kind: [ours[kind] / theirs[kind] for ours, theirs in middles] for kind in ("wall_s", "cpu_s")}
+    """Tandem's seconds over the rival's, one ratio per round."""
+    middles = [(medians(tandem), medians(rival)) for tandem, rival in rounds]
+    return {kind: [tandem[kind] / rival[kind] for tandem, rival in middles] for kind in ("wall_s", "cpu_s")}
 
 
 def ratio_lines(rival: str, found: dict[str, list[float]]) -> list[str]:
@@ -129,12 +129,12 @@ def ratio_lines(rival: str, found: dict[str, list[float]]) -> list[str]:
 
 
 def middle_of(reports: Sequence[Report]) -> Report:
-    """The report whose step took the median time (of an even number, the quicker of the two)."""
+    """Report with the median step time (of an even number, the faster of the two)."""
     return sorted(reports, key=lambda report: medians(report)["wall_s"])[(len(reports) - 1) // 2]
 
 
 def draw(reports: dict[str, Report], title: str, path: Path) -> None:
-    """A bar a side: a step's seconds, phase upon phase; a line across it: CPU seconds."""
+    """Draw one stacked bar per side: a step's seconds by phase; a dashed line marks CPU seconds."""
     matplotlib.use("agg")
     from matplotlib import pyplot
 

@@ -1,11 +1,11 @@
-"""The longest row that fits: what the memory model says (trainer/planner/memory_model.py), and what this device measures.
+"""The longest row that fits: predicted by the memory model (trainer/planner/memory_model.py), and measured on this device.
 
     python scripts/bench/context.py predict                                        # tables, in tokens
-    python scripts/bench/context.py measure --shape 7b --tokens 16384 32768 65536  # one GPU; stops where memory does
-    python scripts/bench/context.py measure --shape 0.5b --card 24 --tokens 32768  # as a GPU of that size would
+    python scripts/bench/context.py measure --shape 7b --tokens 16384 32768 65536  # one GPU; stops when memory runs out
+    python scripts/bench/context.py measure --shape 0.5b --card 24 --tokens 32768  # with the memory of a 24 GB GPU
     python scripts/bench/context.py draw --shape 7b --card 80 --gpus 8 --output docs/context.svg
 
-Weights are random and come from nowhere: a shape's name is the size of a Qwen2.5 model. GB is 10^9 bytes.
+Weights are random, nothing is downloaded: a shape's name is the size of a Qwen2.5 model. GB is 10^9 bytes.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from workers.engine.hf.hf_model import DTYPES
 from workers.engine.out_of_memory import OutOfMemory, is_out_of_memory
 
 MODELS = ("0.5b", "1.5b", "7b", "32b", "72b")
-CARDS = {24: 23.6, 40: 39.4, 80: 79.1, 141: 139.8}  # GiB that torch sees of a GPU sold as so many GB
+CARDS = {24: 23.6, 40: 39.4, 80: 79.1, 141: 139.8}  # nominal GB of a GPU: GiB that torch sees
 OUTSIDE = 0.7e9  # bytes: the driver's context, and libraries' workspaces
 SLACK = 0.03  # of the rest: what the allocator cannot use, with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True
 
@@ -39,7 +39,7 @@ def main() -> None:
     parser.add_argument("--model_dtype", choices=DTYPES, default="float32")
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
     parser.add_argument("--tokens", type=int, nargs="+", default=[1024, 2048], help="rows to measure, the shortest first")
-    parser.add_argument("--card", type=int, choices=CARDS, default=141, help="GB; a larger device is held to it")
+    parser.add_argument("--card", type=int, choices=CARDS, default=141, help="GB; a larger device is limited to it")
     parser.add_argument("--gpus", type=int, default=1, help="of the drawing")
     parser.add_argument("--micro_batches", type=int, default=1, help="of a step, each of one such row")
     parser.add_argument("--offload", action="store_true", help="layer inputs on the host")
@@ -58,7 +58,7 @@ def main() -> None:
 
 
 def usable(card: int) -> float:
-    """Bytes of tensors that a GPU sold as ``card`` GB holds."""
+    """Bytes of tensors that fit on a GPU of nominally ``card`` GB."""
     return (CARDS[card] * 2**30 - OUTSIDE) * (1 - SLACK)
 
 
@@ -72,7 +72,7 @@ KINDS = {
 
 
 def tables() -> str:
-    """Markdown. A cell: on one GPU, on 8, on 8 of Ulysses."""
+    """Markdown table; each cell: on one GPU, on 8, on 8 with Ulysses."""
     lines = [["model", "what", *(f"{card} GB" for card in CARDS)], ["---"] * (2 + len(CARDS))]
     for name in MODELS:
         shape = Shape.of(SHAPES[name])
@@ -84,14 +84,14 @@ def tables() -> str:
 
 
 def rounded(tokens: int) -> str:
-    """Thousands or millions, down; less than a thousand is none."""
+    """Tokens rounded down to thousands or millions; `-` below a thousand."""
     if tokens >= 1_000_000:
         return f"{tokens // 100_000 / 10}M"
     return f"{tokens // 1000}k" if tokens >= 1000 else "-"
 
 
 def measure(args: argparse.Namespace) -> None:
-    """A line of JSON a row, until one does not fit: a process that ran out of memory is not asked again."""
+    """Print a line of JSON per row length, until one does not fit: a process that ran out of memory is not used again."""
     if args.device == "cuda":
         total = torch.cuda.mem_get_info()[1]
         torch.cuda.set_per_process_memory_fraction(min(1.0, (CARDS[args.card] * 2**30 - OUTSIDE) / total))
@@ -116,19 +116,19 @@ def measure(args: argparse.Namespace) -> None:
         print(json.dumps({"settings": {name: str(value) for name, value in vars(args).items()}}), flush=True)
         for tokens in args.tokens:
             parts = phase(shape, setting, tokens)
-            said = {"tokens": tokens, "predicted_gb": round(sum(parts.values()) / 1e9, 2)}
+            result = {"tokens": tokens, "predicted_gb": round(sum(parts.values()) / 1e9, 2)}
             try:
-                said |= step(engine, args, tokens)
+                result |= step(engine, args, tokens)
             except (OutOfMemory, RuntimeError) as error:
                 if not isinstance(error, OutOfMemory) and not is_out_of_memory(error):
                     raise
-                print(json.dumps(said | {"fits": False}), flush=True)
+                print(json.dumps(result | {"fits": False}), flush=True)
                 return
-            print(json.dumps(said), flush=True)
+            print(json.dumps(result), flush=True)
 
 
 def step(engine: FSDPEngine, args: argparse.Namespace, tokens: int) -> dict[str, Any]:
-    """Rows of so many tokens, once. Peaks are the allocator's: of tensors, and of what it holds of the device."""
+    """One step on rows of ``tokens`` tokens. Peaks are the allocator's: bytes of tensors, and bytes reserved on the device."""
     rows = args.micro_batches
     batch = random_rows(args.shape, [tokens] * rows)
     plan = tuple((row,) for row in range(rows))

@@ -1,6 +1,6 @@
-"""Does a run give the same bits again? The quick start twice, compared to the bit: metrics, and every tensor that is trained.
+"""Test whether runs are reproducible: run the quick start twice and compare metrics and all trained tensors bitwise.
 
-python scripts/bench/deterministic.py --task data/sort_digits      # what scripts/quickstart.sh made
+python scripts/bench/deterministic.py --task data/sort_digits      # the data of scripts/quickstart.sh
 python scripts/bench/deterministic.py --task data/sort_digits --bf16 trainer.device=cuda trainer.deterministic=true
 """
 
@@ -61,8 +61,8 @@ def main() -> None:
             run(args.task, run_dir, args.steps, [*(BF16 if args.bf16 else ()), *overrides])
         differ = differences(*runs)
         steps = [step["timing_s/step"] for step in read_metrics(runs[1]) if "timing_s/step" in step]
-        told = [event["text"] for event in read_lines(runs[0] / EVENTS)]
-        print(json.dumps({"equal": not differ, "differ": len(differ), "such as": differ[:3], "told": told,
+        events = [event["text"] for event in read_lines(runs[0] / EVENTS)]
+        print(json.dumps({"equal": not differ, "differ": len(differ), "such as": differ[:3], "events": events,
                           "seconds a step": round(statistics.median(steps), 4)}))  # fmt: skip
 
 

@@ -1,18 +1,18 @@
-"""What the controller costs: of a step, by batch size and number of workers, and of bringing a large batch to workers on Ray.
+"""Controller overhead: of a step, by batch size and number of workers, and of sending a large batch to workers on Ray.
 
     python scripts/bench/dispatch.py                                      # a table on stderr, JSON on stdout
     python scripts/bench/dispatch.py --sequences 16384 --workers 64 --megabytes 0
     python scripts/bench/dispatch.py --quick                              # a smoke version
 
 steps: whole runs of trainer.main_ppo in this process, with real data, tokenizer, rewards, plan, loss weights, metrics and logs,
-on workers that answer at once with columns of the right shapes (dummies.py). What a step takes is then the controller's, less the
-time within those workers; packing and unpacking of what goes to and fro count in full, also the workers' side. Prompts of 17
-tokens, 8 answers to each of 1 to --longest tokens. Medians over steps, the first of which is left out.
+on workers that return at once columns of the right shapes (dummies.py). The time of a step, less the time within those workers,
+is then the controller's; serialization counts in full, also on the workers' side. Prompts have 17 tokens, each with 8 responses
+of 1 to --longest tokens. Medians over steps, without the first.
 
-store: a batch to as many workers on Ray, each its share by the plan. Bytes that Ray's store took, and that workers read out of
-it, over those of the batch; seconds of it all, of them those in which the controller gathers each worker's rows, and beside them
-memcpy of the same bytes in one thread. Round trips: of 100 MB to one worker and back, beside Ray's own of the same bytes as numpy
-arrays and as torch tensors.
+store: a batch sent to --readers workers on Ray, each its shard of the plan. Bytes written to Ray's object store, and read from
+it, over the bytes of the batch; total seconds, the part in which the controller gathers each worker's rows, and for comparison
+memcpy of the same bytes in one thread. Round trips of 100 MB to one worker and back, compared with Ray's own round trips of the
+same bytes as numpy arrays and as torch tensors.
 """
 
 import argparse
@@ -50,7 +50,7 @@ REWARD = "def compute_score(data_source, solution_str, ground_truth, extra_info)
 
 
 def steps(sequences: int, workers: int, count: int, folder: Path) -> dict[str, Any]:
-    """``count`` steps of GRPO with a KL loss: what the controller spends on one."""
+    """Controller time of one step, from ``count`` steps of GRPO with a KL loss."""
     prompts, run_dir = sequences // N, folder / f"run_{sequences}_{workers}"
     digits = np.random.default_rng(0).integers(0, 10, (prompts, PROMPT)).tolist()
     rows = [
@@ -73,16 +73,18 @@ def steps(sequences: int, workers: int, count: int, folder: Path) -> dict[str, A
             ]
         )  # fmt: skip
     assert code == 0
-    said = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()][1:-1]
+    logged = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()][1:-1]
     wall, cpu, parts = [], [], []
-    for (start, start_cpu, before), (end, end_cpu, after), told in zip(CLOCK.marks[1:-1], CLOCK.marks[2:], said, strict=True):
+    for (start, start_cpu, before), (end, end_cpu, after), metrics in zip(
+        CLOCK.marks[1:-1], CLOCK.marks[2:], logged, strict=True
+    ):
         within = after - before
         wall.append(end - start - within.total())
         cpu.append(end_cpu - start_cpu)
-        phases = {name.removeprefix("timing_s/"): value for name, value in told.items() if name.startswith("timing_s/")}
+        phases = {name.removeprefix("timing_s/"): value for name, value in metrics.items() if name.startswith("timing_s/")}
         parts.append({name: value - within[name] for name, value in phases.items() if name not in ("step", *WITHIN)})
         parts[-1]["rest"] = wall[-1] - sum(parts[-1].values())
-    tokens = statistics.mean(told["perf/total_num_tokens"] for told in said)
+    tokens = statistics.mean(metrics["perf/total_num_tokens"] for metrics in logged)
     seconds = statistics.median(wall)
     return {
         "sequences": sequences,
@@ -101,10 +103,10 @@ class Reader:
         torch.set_num_threads(1)
 
     def close(self) -> None:
-        """Nothing to leave."""
+        """Nothing to release."""
 
     def read(self, batch: Batch) -> int:
-        """Bytes of the columns that came."""
+        """Bytes of the columns that were received."""
         return sum(column.nbytes for column in (batch.lengths, *batch.tokens.values(), *batch.rows.values()))
 
     def same(self, value: Any) -> Any:
@@ -112,7 +114,7 @@ class Reader:
 
 
 def columns(megabytes: int) -> dict[str, torch.Tensor]:
-    """Of 32 bytes a token."""
+    """Columns of 32 bytes per token in total."""
     tokens = megabytes * 2**20 // 32
     ids = {name: torch.arange(tokens) for name in ("input_ids", "response_mask")}
     return ids | {name: torch.rand(tokens) for name in ("log_probs", "values", "advantages", "returns")}
@@ -176,11 +178,11 @@ def seconds(work: Callable[[], object]) -> float:
     return time.perf_counter() - started
 
 
-def line(told: dict[str, Any]) -> str:
-    parts = ", ".join(f"{name} {1e3 * value:.0f}" for name, value in told["phases_s"].items())
+def line(case: dict[str, Any]) -> str:
+    parts = ", ".join(f"{name} {1e3 * value:.0f}" for name, value in case["phases_s"].items())
     return (
-        f"{told['sequences']:6} sequences, {told['workers']:2} workers: {1e3 * told['controller_s']:7.1f} ms "
-        f"(CPU {1e3 * told['controller_cpu_s']:7.1f}), {told['us_per_token']:5.2f} us a token; {parts}"
+        f"{case['sequences']:6} sequences, {case['workers']:2} workers: {1e3 * case['controller_s']:7.1f} ms "
+        f"(CPU {1e3 * case['controller_cpu_s']:7.1f}), {case['us_per_token']:5.2f} us a token; {parts}"
     )
 
 
@@ -188,9 +190,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sequences", type=int, nargs="+", default=[256, 1024, 4096, 16384], help="(default: %(default)s)")
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 8, 64], help="(default: %(default)s)")
-    parser.add_argument("--longest", type=int, default=CLOCK.longest, help="tokens of an answer (default: %(default)s)")
+    parser.add_argument("--longest", type=int, default=CLOCK.longest, help="maximum tokens of a response (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=3, help="(default: %(default)s)")
-    parser.add_argument("--megabytes", type=int, default=1000, help="of the batch to --readers workers; 0: none")
+    parser.add_argument("--megabytes", type=int, default=1000, help="size of the batch sent to --readers workers; 0: none")
     parser.add_argument("--readers", type=int, default=8, help="(default: %(default)s)")
     parser.add_argument("--quick", action="store_true", help="128 and 1024 sequences, 2 workers, 8 MB")
     args = parser.parse_args()
@@ -198,18 +200,18 @@ def main() -> None:
         args.sequences, args.workers, args.megabytes, args.readers = [128, 1024], [2], 8, 2
     torch.set_num_threads(1)
     CLOCK.longest = args.longest
-    said: dict[str, Any] = {"settings": vars(args), "steps": []}
+    report: dict[str, Any] = {"settings": vars(args), "steps": []}
     with tempfile.TemporaryDirectory() as temporary, redirect_stdout(sys.stderr):
         folder = Path(temporary)
         tiny_model.main([f"--save_dir={folder / 'model'}"])
         (folder / "reward.py").write_text(REWARD)
         for workers in args.workers:
             for sequences in (number for number in args.sequences if number >= workers):
-                said["steps"].append(steps(sequences, workers, args.steps, folder))
-                print(line(said["steps"][-1]))
+                report["steps"].append(steps(sequences, workers, args.steps, folder))
+                print(line(report["steps"][-1]))
         if args.megabytes:
-            said["store"] = store(args.megabytes, args.readers, args.steps, folder)
-    print(json.dumps(said | {"load": os.getloadavg()}, indent=1))
+            report["store"] = store(args.megabytes, args.readers, args.steps, folder)
+    print(json.dumps(report | {"load": os.getloadavg()}, indent=1))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Workers that answer at once, so that what a step takes is the controller's (dispatch.py)."""
+"""Workers that return at once, so that the time of a step is the controller's (dispatch.py)."""
 
 import time
 from collections import Counter
@@ -23,8 +23,11 @@ PHASES = {"actor forward": "old_log_prob", "ref forward": "ref", "critic forward
 
 
 class Clock:
-    """spent: seconds within workers by phase. marks: at each step's first question to a rollout engine, (wall seconds, CPU
-    seconds outside workers, what was spent so far). longest: answer, in tokens; the mean is half of it."""
+    """Time within workers, and marks between steps.
+
+    spent: seconds within workers by phase. marks: at each step's first call of a rollout engine, (wall seconds, CPU seconds
+    outside workers, spent until then). longest: maximum tokens of a response; the mean is half of it.
+    """
 
     longest = 127
 
@@ -91,18 +94,18 @@ class Dummy:
     def train_step(self, role: str, batch: Batch, plan: MicroBatches) -> Metrics:
         loss = self.losses[role]
         _, metrics = loss({name: torch.full((batch.total_tokens,), -2.0) for name in loss.needs}, batch)
-        told = {name: Metric.sum(1.0) for name in ("loss", "grad_norm", "lr", "flops")}
-        return metrics | told | {"skipped_updates": Metric.max(0.0)}
+        engine_metrics = {name: Metric.sum(1.0) for name in ("loss", "grad_norm", "lr", "flops")}
+        return metrics | engine_metrics | {"skipped_updates": Metric.max(0.0)}
 
     def start_times(self) -> tuple[float, dict[str, float]]:
         return 0.0, {}
 
     def close(self) -> None:
-        """Nothing to leave."""
+        """Nothing to release."""
 
 
 class Dummies(LocalBackend):
-    """The backend that starts them, whatever it is asked to start."""
+    """Backend that starts dummies in place of all workers."""
 
     def start_group(self, name: str, pool: ResourcePool, worker: str | type, /, *args: Any, **kwargs: Any) -> WorkerGroup:
         return super().start_group(name, pool, "scripts.bench.dummies:Dummy", *args, **kwargs)

@@ -1,11 +1,11 @@
-"""Tokens per second of a train step and of a forward, training engine by engine and cut by cut, on random weights, as JSON.
+"""Tokens per second of a train step and of a forward, by training engine and parallel layout, on random weights, as JSON.
 
     python scripts/bench/engines.py fsdp dp2 tp2 pp2 cp2 --shape 0.5b          # two GPUs
     python scripts/bench/engines.py fsdp megatron --shape tiny --device cpu    # the smoke version
 
-Each case has processes of its own. fsdp2 is FSDP on two ranks, fsdp2.sp2 with Ulysses over both, fsdp2.shard1 a copy on each.
-one, tp2, pp2, dp2, cp2 are Megatron's cuts, a dot between several (tp2.dp2); -local behind one: without Transformer Engine. x:
-tokens per second and GPU of a train step, to the first case's.
+Each case has its own processes. fsdp2 is FSDP on two ranks, fsdp2.sp2 with Ulysses over both, fsdp2.shard1 a copy on each.
+one, tp2, pp2, dp2, cp2 are Megatron's parallel dimensions, joined by dots (tp2.dp2); the suffix -local: without Transformer
+Engine. x: tokens per second and GPU of a train step, relative to the first case.
 """
 
 import argparse
@@ -50,7 +50,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=64, help="a GPU")
     parser.add_argument("--length", type=int, default=1024, help="of the longest row; the others are down to a quarter of it")
     parser.add_argument("--micro_batch", type=int, default=16384, help="tokens at most")
-    parser.add_argument("--steps", type=int, default=5, help="measured, after one that is not")
+    parser.add_argument("--steps", type=int, default=5, help="measured steps, after one for warm-up")
     parser.add_argument("--recompute", action="store_true")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
@@ -71,7 +71,7 @@ def save_model(rank: int, shape: str, device: str, path: str) -> None:
 
 
 def sizes_of(case: str) -> tuple[list[str], int]:
-    """Overrides of the configuration, and how many ranks."""
+    """Overrides of the configuration, and the number of ranks."""
     overrides, ranks = [], 1
     cuts, _, local = case.partition("-")
     for kind, number in re.findall(r"([a-z]+)(\d*)", cuts):

@@ -1,16 +1,17 @@
-"""Is a revision slower than another? Exit code 1 and a line for each figure that is, beyond noise; 2 if a bench fails.
+"""Test whether a revision is slower than another: exit code 1 and a line per figure that is, beyond noise; 2 if a bench fails.
 
     python scripts/bench/gate.py main HEAD                                # whole GRPO steps, five rounds
     python scripts/bench/gate.py v0.1 HEAD --bench step rollout --rounds 8 --tolerance 0.05
 
-Both are checked out side by side, both with HEAD's scripts/bench: one ruler for both. A round runs a bench of the suite once on
-each, in turns one or the other first, so that what drifts falls on both. Of each figure a round gives one ratio, HEAD over BASE.
+Both are checked out side by side, both with HEAD's scripts/bench, so that they are measured in the same way. A round runs a bench
+of the suite once on each; the one that starts alternates, so that drift affects both. Each round gives one ratio per figure, HEAD
+over BASE.
 
-The rule: a figure is slower if the median of its ratios is above 1 + tolerance, and so many ratios are above 1 that coins would
-show as many heads once in twenty times at most (5 of 5, 7 of 8); and if the same holds again in as many new rounds, which are run
-only then. Without a difference a round's ratio is as likely above 1 as below: with five rounds a figure is blamed falsely at most
-once in 1024 times (1/32 twice), whatever the noise, and less often for the tolerance. A slowdown is seen when the noise of a
-round is smaller than it; more rounds see smaller ones.
+The rule (a sign test): a figure is slower if the median of its ratios is above 1 + tolerance, and the number of ratios above 1
+has a probability of at most 1/20 for fair coins (5 of 5, 7 of 8); and if the same holds in as many new rounds, which are run only
+then. Without a difference a ratio is as likely above 1 as below: with five rounds the false positive rate of a figure is at most
+1/1024 (1/32 twice), whatever the noise, and lower because of the tolerance. A slowdown is detected if it is larger than the noise
+of a round; more rounds detect smaller ones.
 """
 
 import argparse
@@ -27,11 +28,11 @@ from math import comb
 from pathlib import Path
 from typing import Any
 
-from scripts.bench.suite import PARTS, ROOT, Part, ask
+from scripts.bench.suite import PARTS, ROOT, Part, run_bench
 
 CHANCE = 1 / 20
 FEWEST = 5
-"""Rounds: with fewer not even all of them say enough."""
+"""Rounds: with fewer, the test cannot be significant."""
 
 
 def main() -> None:
@@ -49,7 +50,7 @@ def main() -> None:
         problems = gate(ROOT, args.base, args.head, parts, rounds=args.rounds, tolerance=args.tolerance)
     except RuntimeError as error:
         parser.error(str(error))
-    except subprocess.CalledProcessError as error:  # git has said why
+    except subprocess.CalledProcessError as error:  # git has printed the reason
         parser.error(f"{' '.join(error.cmd)}: ended with {error.returncode}")
     for problem in problems:
         print(f"slower: {problem}", file=sys.stderr)
@@ -57,7 +58,7 @@ def main() -> None:
 
 
 def gate(repository: Path, base: str, head: str, parts: Mapping[str, Part], *, rounds: int, tolerance: float) -> list[str]:
-    """A line for each figure of the benches that is slower at ``head``. Ratios go to stdout, as JSON."""
+    """One line for each figure of the benches that is slower at ``head``. Prints the ratios to stdout, as JSON."""
     with checked_out(repository, base, head) as (old, new):
         found = {name: ratios(part, old, new, rounds) for name, part in parts.items()}
         for name, part in parts.items():
@@ -76,28 +77,28 @@ def gate(repository: Path, base: str, head: str, parts: Mapping[str, Part], *, r
 
 
 def ratios(part: Part, old: Path, new: Path, rounds: int) -> dict[str, list[float]]:
-    """Of each figure, its cost at ``new`` over that at ``old``, round by round."""
+    """Cost of each figure at ``new`` over its cost at ``old``, one ratio per round."""
     found: dict[str, list[float]] = {title: [] for title in part.figures}
     for number in range(rounds):
         order = (old, new) if number % 2 == 0 else (new, old)
-        said = {tree: ask_at(tree, part) for tree in order}
+        reports = {tree: run_bench_at(tree, part) for tree in order}
         for title, figure in part.figures.items():
-            costs = {tree: figure.cost(float(figure.of(said[tree]))) for tree in order}
+            costs = {tree: figure.cost(float(figure.of(reports[tree]))) for tree in order}
             found[title].append(costs[new] / costs[old])
             print(f"{part.bench}, {title}, round {number + 1}: {found[title][-1]:.3f}", file=sys.stderr, flush=True)
     return found
 
 
-def ask_at(tree: Path, part: Part) -> Any:
-    """See suite.ask; its error says at which of the two."""
+def run_bench_at(tree: Path, part: Part) -> Any:
+    """suite.run_bench with the name of the tree in its error."""
     try:
-        return ask(part, part.words, tree)
+        return run_bench(part, part.words, tree)
     except RuntimeError as error:
         raise RuntimeError(f"{part.bench} at {tree.name.upper()}: {error}") from None
 
 
 def is_slower(ratios: Sequence[float], tolerance: float) -> bool:
-    """The median is above what is tolerated, and coins would not often show as many heads as there are ratios above 1."""
+    """True if the median is above 1 + tolerance and a one-sided sign test on the ratios is significant."""
     above, n = sum(ratio > 1 for ratio in ratios), len(ratios)
     by_chance = sum(comb(n, heads) for heads in range(above, n + 1)) / 2**n
     return statistics.median(ratios) > 1 + tolerance and by_chance <= CHANCE
@@ -105,7 +106,7 @@ def is_slower(ratios: Sequence[float], tolerance: float) -> bool:
 
 @contextmanager
 def checked_out(repository: Path, base: str, head: str) -> Iterator[tuple[Path, Path]]:
-    """Work trees of both, the first with the other's benches. Raises CalledProcessError for a revision that is not there."""
+    """Work trees of both revisions, both with head's benches. Raises CalledProcessError for a revision that does not exist."""
     with tempfile.TemporaryDirectory() as folder:
         trees = Path(folder, "base"), Path(folder, "head")
         try:

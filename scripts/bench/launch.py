@@ -1,7 +1,7 @@
 """python -m scripts.bench.launch OVERRIDES ...: trainer.main_ppo as step.py runs it.
 
-The folder BENCH_TASK is told how many threads a worker has for an operation (threads_<rank>). If it has lengths.json, the r-th
-request that the rollout engine of the only worker gets has the r-th number of that list as its max_tokens, on any engine.
+Each worker writes its number of intra-op threads to threads_<rank> in the folder BENCH_TASK. If the folder has lengths.json, the
+r-th request to the rollout engine of the only worker gets the r-th number of that list as its max_tokens, on any engine.
 """
 
 import json
@@ -37,8 +37,8 @@ def submit(engine: Any, lengths: Iterator[int], requests: Sequence[Request]) -> 
     engine([replace(request, sampling=replace(request.sampling, max_tokens=next(lengths))) for request in requests])
 
 
-def with_our_host(backend: type[LocalBackend] | type[RayBackend]) -> None:
-    """The groups that it starts are of BenchWorker."""
+def use_bench_worker(backend: type[LocalBackend] | type[RayBackend]) -> None:
+    """Make the backend start BenchWorker in place of Worker."""
     start_group = backend.start_group
 
     def start(self: Any, name: str, pool: Any, worker: str, /, *args: Any, **kwargs: Any) -> WorkerGroup:
@@ -49,6 +49,6 @@ def with_our_host(backend: type[LocalBackend] | type[RayBackend]) -> None:
 
 
 if __name__ == "__main__":
-    with_our_host(LocalBackend)
-    with_our_host(RayBackend)
+    use_bench_worker(LocalBackend)
+    use_bench_worker(RayBackend)
     main()

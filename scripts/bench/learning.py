@@ -1,11 +1,11 @@
-"""Does every method learn, and on every engine? Held-out accuracy on the quick-start task, by seed, as JSON and as a picture.
+"""Learning curves of every method and engine: held-out accuracy on the quick-start task, by seed, as JSON and as a picture.
 
     python scripts/bench/learning.py                              # every method, seeds 21 22 23, 60 steps: 15 minutes
     python scripts/bench/learning.py --methods grpo rloo --picture docs/learning.png
     python scripts/bench/learning.py --engines embedded vllm sglang      # GRPO on each of them, 120 steps
     python scripts/bench/learning.py --megatron grpo-tp2 grpo-pp2 ppo-tp2 ppo-pp2    # two workers, 80 steps
 
-Each seed has a model of its own, warmed up as scripts/quickstart.sh does it. Methods run one after the other.
+Each seed has its own model, warmed up as in scripts/quickstart.sh. Methods run one after the other.
 """
 
 import argparse
@@ -51,7 +51,10 @@ Curve = list[tuple[int, float]]
 
 
 def warm_up(folder: Path, seed: int, *shape: str) -> Path:
-    """Data, if there is none yet, and this seed's model. shape: arguments of data_preprocess.tiny_model."""
+    """Write the data if it does not exist, and this seed's model; return the model's path.
+
+    shape: arguments of data_preprocess.tiny_model.
+    """
     if not (folder / "train.parquet").exists():
         run("data_preprocess.sort_digits", f"--local_save_dir={folder}")
     run("data_preprocess.tiny_model", f"--save_dir={folder}/base-{seed}", f"--seed={seed}", *shape)
@@ -80,12 +83,12 @@ def run(module: str, *arguments: str) -> None:
 
 
 def rise(curves: Sequence[Curve]) -> float:
-    """Last accuracy less the first, the median over seeds."""
+    """Last accuracy less the first, median over seeds."""
     return statistics.median(curve[-1][1] - curve[0][1] for curve in curves)
 
 
 def draw(curves: dict[str, list[Curve]], path: Path) -> None:
-    """A panel a method: each seed thin, their median thick."""
+    """Draw one panel per method: each seed as a thin line, their median as a thick one."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(2.2 * len(curves), 2.6), layout="constrained")

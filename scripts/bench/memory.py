@@ -1,14 +1,14 @@
-"""Peak memory of one worker, phase by phase: sync, generate, log-probs, update, rest; and the update's beside what it must have.
+"""Peak memory of one worker by phase (sync, generate, log-probs, update, rest); the update's over the minimum it needs.
 
-    python scripts/bench/memory.py --shape 7b                            # one GPU, vLLM beside the actor, 8k packed tokens
-    python scripts/bench/memory.py --shape vocabulary --device cpu       # 151,936 tokens to choose from, hidden states of 64
+    python scripts/bench/memory.py --shape 7b                            # one GPU, vLLM on the actor's GPU, 8k packed tokens
+    python scripts/bench/memory.py --shape vocabulary --device cpu       # a vocabulary of 151,936, hidden states of 64
     python scripts/bench/memory.py --quick                               # the same, seconds
 
-On the CPU memory is bytes of tensors alive, counted operation by operation, and the engine is the embedded one, in float32. On
-CUDA it is what torch's allocator counts, addresses that a sleeping vLLM only keeps among it, which the update's figure leaves
-out; and beside it what the driver counts of the whole device, where the engine's own pools show. must: parameters, gradients
-and moments, each layer's input, and a chunk of the head: three times C x V numbers in float32, and its weight's gradient.
-Further arguments are overrides of the configuration. A table goes to stderr, JSON to stdout.
+On the CPU, memory is the bytes of live tensors, counted at each operation, and the engine is the embedded one, in float32. On
+CUDA it is counted by torch's allocator, which includes addresses that a sleeping vLLM only reserves; the update's figure excludes
+them. The device columns are counted by the driver for the whole device, and include the engine's own pools. must: parameters,
+gradients and moments, each layer's input, and a chunk of the head: three times C x V numbers in float32, and its weight's
+gradient. Further arguments are overrides of the configuration. A table goes to stderr, JSON to stdout.
 """
 
 import argparse
@@ -81,7 +81,7 @@ def save_model(args: argparse.Namespace) -> None:
 
 
 class Bench:
-    """A worker as a run has it: the actor and a rollout engine on the same device."""
+    """A worker as in a run: the actor and a rollout engine on the same device."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         trained = args.trainer_dtype or args.dtype
@@ -130,8 +130,7 @@ def make_requests(args: argparse.Namespace, count: int) -> list[Request]:
 
 
 class Alive(TorchDispatchMode):
-    """Bytes of all storages that operations have touched and somebody still holds: ``now``, the most there were at once, and of
-    the largest that appeared."""
+    """Bytes of all live storages that operations have touched: ``now``, at the peak (``most``), and of the largest one."""
 
     def __init__(self, tensors: list[Tensor]) -> None:
         super().__init__()
@@ -153,7 +152,7 @@ class Alive(TorchDispatchMode):
 
 
 def phases(args: argparse.Namespace) -> dict[str, Any]:
-    """Of the last round; the rounds before it make what is made once."""
+    """Memory of each phase in the last round; earlier rounds make what is allocated once."""
     cpu = args.device == "cpu"
     chosen = [
         "actor_rollout_ref.model.enable_gradient_checkpointing=true",
@@ -201,7 +200,7 @@ def phases(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def needed(shape: Shape, setting: Setting, tokens: int) -> dict[str, float]:
-    """Bytes of an update that nothing of it could do without."""
+    """Minimum bytes of an update, by part."""
     return {
         "parameters": parameters(shape, setting),
         "gradients": parameters(shape, setting),
@@ -214,7 +213,7 @@ def needed(shape: Shape, setting: Setting, tokens: int) -> dict[str, float]:
 
 @contextmanager
 def measured(alive: Alive | None) -> Iterator[dict[str, float]]:
-    """Bytes meanwhile and afterwards, on CUDA seconds too. alive: on the CPU."""
+    """Bytes at the peak of the block and after it; on CUDA its seconds too. alive: None on CUDA."""
     memory: dict[str, float] = {}
     if alive is not None:
         alive.most, alive.largest = alive.now, 0

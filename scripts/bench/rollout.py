@@ -4,11 +4,11 @@
     python scripts/bench/rollout.py --quick                          # a smoke version, seconds
     python scripts/bench/rollout.py --workload ragged_84m --rounds 3 --hf_batch_sizes   # without transformers' generate
 
-All make exactly the same number of useful tokens: each request's length is fixed beforehand, and nothing ends it earlier. Prompts
-change from round to round, so no cache of prefixes knows them. generate gets what helps it: its best of several batch sizes, no
-scores to return, requests whose lengths it cannot know in their given order. The engines also return log-probs. Seconds are CPU
-seconds of this process, which has one thread, and of those that an engine has started; wall seconds stand beside them. An engine
-that is not installed, or does not take the model, is told as missing.
+All generate exactly the same number of useful tokens: each request's length is fixed in advance, and nothing ends it earlier.
+Prompts change each round, so that prefix caches do not help. generate is measured under favourable conditions: the best of
+several batch sizes, no scores returned. It cannot sort requests by length. The engines also return log-probs. Seconds are CPU
+seconds of this process, which has one thread, and of those that an engine has started; wall seconds are reported too. An engine
+that is not installed, or does not support the model, is reported as missing.
 """
 
 import argparse
@@ -47,10 +47,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workload", choices=WORKLOADS, action="append", help="(default: all but the 84M ones)")
     parser.add_argument("--engines", choices=ENGINES, nargs="+", default=list(ENGINES), help="(default: %(default)s)")
-    parser.add_argument("--reference", default="embedded", help="what the ratios are to (default: %(default)s)")
+    parser.add_argument("--reference", default="embedded", help="engine that ratios are relative to (default: %(default)s)")
     parser.add_argument("--prompts", type=int, default=32, help="different prompts (default: %(default)s)")
-    parser.add_argument("--n", type=int, default=8, help="answers a prompt (default: %(default)s)")
-    parser.add_argument("--max_tokens", type=int, default=256, help="longest answer of ragged (default: %(default)s)")
+    parser.add_argument("--n", type=int, default=8, help="responses per prompt (default: %(default)s)")
+    parser.add_argument("--max_tokens", type=int, default=256, help="longest response of ragged (default: %(default)s)")
     parser.add_argument("--max_num_seqs", type=int, default=256, help="an engine's slots (default: %(default)s)")
     parser.add_argument("--hf_batch_sizes", type=int, nargs="*", default=[256, 128, 64], help="(default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=5, help="(default: %(default)s)")
@@ -117,22 +117,24 @@ def race(
 
 
 def cpu_seconds() -> float:
-    """Of this process and those that it started."""
+    """CPU seconds of this process and its children."""
     children = [child.cpu_times() for child in psutil.Process().children(recursive=True)]
     return time.process_time() + sum(times.user + times.system for times in children)
 
 
 def ratios(seconds: dict[str, list[float]], reference: str) -> dict[str, float]:
-    """How many times the reference's speed each has: medians over the rounds, each compared within itself."""
+    """Speed of each contender relative to the reference: medians over the ratios of each round."""
     if reference not in seconds:
         return {}
     pairs = {name: zip(seconds[reference], times, strict=True) for name, times in seconds.items()}
-    return {name: statistics.median(theirs / own for theirs, own in of_rounds) for name, of_rounds in pairs.items()}
+    return {name: statistics.median(base / own for base, own in of_rounds) for name, of_rounds in pairs.items()}
 
 
 def workload(name: str, args: argparse.Namespace) -> tuple[dict[str, Any], int, list[int]]:
-    """The model's sizes, tokens of a prompt, and tokens of each answer. ragged: geometric with mean max_tokens / 4, cut at
-    max_tokens. even: all as long as that mean. quickstart: the quick start's model and lengths.
+    """The model's sizes, tokens of a prompt, and tokens of each response.
+
+    ragged: geometric lengths with mean max_tokens / 4, truncated at max_tokens. even: all lengths are that mean. quickstart: the
+    quick start's model and lengths.
     """
     rng = np.random.default_rng(0)
     count, mean = args.prompts * args.n, args.max_tokens / 4
@@ -145,7 +147,7 @@ def workload(name: str, args: argparse.Namespace) -> tuple[dict[str, Any], int, 
 
 
 def requests(lengths: Sequence[int], shape: tuple[int, int], n: int, vocabulary: int, number: int) -> list[Request]:
-    """Of a round: prompts of its own, the same lengths. shape: of the prompts; ``n`` answers each."""
+    """Requests of a round: new prompts, the same lengths. shape: of the prompts; ``n`` responses each."""
     prompts = np.random.default_rng(number + 1).integers(0, vocabulary, shape).repeat(n, axis=0)
     return [
         Request(i, tuple(prompt), Sampling(1.0, -1, 1.0, length, stop_token_ids=(), ignore_eos=True), seed=i)
@@ -156,7 +158,7 @@ def requests(lengths: Sequence[int], shape: tuple[int, int], n: int, vocabulary:
 def start_engines(
     model: PreTrainedModel, args: argparse.Namespace, longest: int, stack: ExitStack
 ) -> tuple[dict[str, Rollout], dict[str, str]]:
-    """Those that there are, with the model's weights; and for each of the others, why it is missing."""
+    """The available engines, with the model's weights; and for each of the others, why it is missing."""
     folder = stack.enter_context(tempfile.TemporaryDirectory())
     model.save_pretrained(Path(folder))
     overrides = [f"actor_rollout_ref.model.path={folder}", "actor_rollout_ref.rollout.dtype=float32", "trainer.device=cpu"]
@@ -186,7 +188,7 @@ def run_engine(engine: Rollout, asked: list[Request]) -> int:
 
 
 class Lengths(StoppingCriteria):
-    """Each row ends at its own length; generate goes on until all have."""
+    """Stops each row at its own length; generate continues until all rows have stopped."""
 
     def __init__(self, prompt_length: int, lengths: list[int]) -> None:
         self.ends = torch.tensor(lengths) + prompt_length

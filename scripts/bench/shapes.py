@@ -52,7 +52,7 @@ class Likelihood:
 
 
 class LikelihoodAndEntropy(Likelihood):
-    """And the entropy as the actor's loss measures it: of all tokens (full), or of those in entropy_mask (sampled)."""
+    """Likelihood that also measures the entropy as the actor's loss does: of all tokens (full), or of entropy_mask (sampled)."""
 
     def __init__(self, kind: str) -> None:
         self.output = {"full": "entropy", "sampled": "sampled_entropy"}[kind]
@@ -64,7 +64,7 @@ class LikelihoodAndEntropy(Likelihood):
 
 
 def likelihood(config: None) -> Likelihood:
-    """For a LossSpec."""
+    """Factory of the loss, for a LossSpec."""
     return Likelihood()
 
 
@@ -75,12 +75,12 @@ ADAMW = OptimizerSpec(
 
 
 def qwen2(shape: str, longest: int = 8192) -> Qwen2Config:
-    """longest: tokens of a row."""
+    """Configuration of a Qwen2 model of this shape. longest: maximum tokens of a row."""
     return Qwen2Config(max_position_embeddings=longest, bos_token_id=None, eos_token_id=1, pad_token_id=0, **SHAPES[shape])
 
 
 def random_rows(shape: str, lengths: Sequence[int]) -> Batch:
-    """Rows of random tokens, each of which counts."""
+    """Rows of random tokens, all of which are trained."""
     total = sum(lengths)
     draw = torch.Generator().manual_seed(1)
     return Batch(lengths=torch.tensor(lengths), meta={"temperature": 1.0}).with_tokens(
@@ -92,8 +92,10 @@ def random_rows(shape: str, lengths: Sequence[int]) -> Batch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoneEngine:
-    """shape: a name in shapes.py. model_dtype: of parameters, gradients and moments; dtype: of the arithmetic. offload: layer
-    inputs on the host. pieces: of the tokens that an MLP takes in turn.
+    """Settings of an FSDP engine with random weights on a single rank.
+
+    shape: a name in SHAPES. model_dtype: of parameters, gradients and moments; dtype: of the arithmetic. offload: layer inputs on
+    the host. pieces: number of slices of the tokens that an MLP processes in turn.
     """
 
     shape: str
@@ -107,7 +109,7 @@ class LoneEngine:
     optimizer_offload: bool = False
 
     def build(self, folder: Path) -> fsdp.FSDPEngine:
-        """Joins a process group of its own; weights are drawn on the device. folder: an empty directory."""
+        """Build the engine in a new process group; weights are generated on the device. folder: an empty directory."""
         qwen2(self.shape, longest=1 << 22).save_pretrained(folder)
         (folder / "model.safetensors").touch()
         model = ModelConfig(

@@ -1,12 +1,12 @@
 """Seconds of whole GRPO or PPO steps, wall and CPU, tokens per second, and where the time goes: a table, and JSON.
 
-    python scripts/bench/step.py                       # 32 prompts x 8 answers x (17 + 60) tokens, 3.4M parameters, KL loss
-    python scripts/bench/step.py --task ragged         # answers of 1 to 512 tokens, 128 on average
+    python scripts/bench/step.py                       # 32 prompts x 8 responses x (17 + 60) tokens, 3.4M parameters, KL loss
+    python scripts/bench/step.py --task ragged         # responses of 1 to 512 tokens, 128 on average
     python scripts/bench/step.py --task quickstart trainer.backend=local
     python scripts/bench/step.py --algorithm ppo --kl_coef 0 --steps 3 algorithm.use_kl_in_reward=true
 
-It runs trainer.main_ppo (launch.py) on a model with random weights and prompts of random digits. Every answer has a fixed number
-of tokens, whatever is drawn. A step lasts from the end of the one before to its own, logging included; the first ones are left
+Runs trainer.main_ppo (launch.py) on a model with random weights and prompts of random digits. Every response has a fixed number
+of tokens, whatever is sampled. A step lasts from the end of the step before to its own, logging included; the first ones are left
 out (--warmup). CPU seconds are those of the controller, its workers and scorers, without Ray's daemons, as the system counts
 them. Further arguments are overrides.
 """
@@ -52,9 +52,12 @@ POLL_SECONDS = 0.001
 
 @dataclass(kw_only=True)
 class Workload:
-    """What a step works on. response_length: of every answer, or with ``ragged`` of the longest: lengths are then drawn from a
-    geometric distribution whose mean is about a quarter of it. kl_coef 0: no KL loss. vocab: of the model. model: a directory of
-    one, instead of one of these sizes. device: on cuda all is in bfloat16 and recomputed, and vLLM answers."""
+    """Sizes and settings of a step.
+
+    response_length: tokens of every response, or with ``ragged`` of the longest: lengths are then drawn from a geometric
+    distribution whose mean is about a quarter of it. kl_coef 0: no KL loss. vocab: size of the vocabulary. model: a model's
+    directory, which replaces these sizes. device: on cuda everything is in bfloat16, activations are recomputed, vLLM generates.
+    """
 
     algorithm: str = "grpo"
     prompts: int = 32
@@ -100,7 +103,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def add_workload(parser: argparse.ArgumentParser) -> None:
-    """Which task, and its fields, each an option."""
+    """Add options for the task and for each field of Workload."""
     parser.add_argument("--task", choices=TASKS, default="step", help="(default: %(default)s)")
     parser.add_argument("--quick", action="store_true", help="a smoke version of the task, seconds")
     for field in fields(Workload):
@@ -118,10 +121,10 @@ def workload(args: argparse.Namespace) -> Workload:
 
 
 def make_task(work: Workload, folder: Path, seed: int) -> dict[str, Any]:
-    """Model, prompts, reward and forced lengths as files in ``folder``, and task.json, which tells a rival's driver of them.
+    """Write model, prompts, reward and forced lengths to ``folder``, and task.json, which describes them to a rival's driver.
 
     A run has warmup + steps steps, and the file exactly their prompts, in order. lengths: a file with a list of the tokens of
-    each answer of the run, prompts * n of them a step; null if all have response_length.
+    each response of the run, prompts * n per step; null if all have response_length.
     """
     model = Path(work.model) if work.model else random_model(work, folder / "model", seed)
     rng, steps = np.random.default_rng(seed), work.warmup + work.steps
@@ -160,7 +163,7 @@ def random_model(work: Workload, folder: Path, seed: int) -> Path:
 
 
 def run_tandem(work: Workload, task: dict[str, Any], run_dir: Path, overrides: Sequence[str]) -> dict[str, Any]:
-    """One run, as a rival's driver tells of its own: see compare.py."""
+    """Report of one run, in the format of a rival's driver: see compare.py."""
     folder = Path(task["train"]).parent
     environment = {"OMP_NUM_THREADS": str(work.threads), "BENCH_TASK": str(folder)}
     command = [sys.executable, "-m", "scripts.bench.launch", *arguments(work, task, run_dir), *overrides]
@@ -193,7 +196,7 @@ def run_tandem(work: Workload, task: dict[str, Any], run_dir: Path, overrides: S
 
 
 def arguments(work: Workload, task: dict[str, Any], run_dir: Path) -> list[str]:
-    """The overrides that make trainer.main_ppo do the task."""
+    """Overrides of trainer.main_ppo for the task."""
     actor, longest = "actor_rollout_ref.actor", work.prompt_length + work.response_length
     cuda = work.device == "cuda"
     dtype, tokens = ("bfloat16", 16_384) if cuda else ("float32", 4096)
@@ -218,8 +221,7 @@ def arguments(work: Workload, task: dict[str, Any], run_dir: Path) -> list[str]:
 
 
 def follow(process: subprocess.Popen[bytes], metrics: Path) -> tuple[list[float], list[float]]:
-    """When each line of ``metrics`` came, in seconds of perf_counter, and how many CPU seconds the run had used by then. Returns
-    when the run has ended."""
+    """Wait for the run; time of each line of ``metrics`` (perf_counter), and CPU seconds of the run until then."""
     ends: list[float] = []
     used: list[float] = []
     workers: list[psutil.Process] = []
@@ -239,7 +241,7 @@ def follow(process: subprocess.Popen[bytes], metrics: Path) -> tuple[list[float]
 
 
 def own_processes(controller: psutil.Process) -> list[psutil.Process]:
-    """It and those that it started, without Ray's daemons."""
+    """The controller and its child processes, without Ray's daemons."""
     found = [controller]
     for process in controller.children(recursive=True):
         with suppress(psutil.Error):  # it has ended
@@ -254,7 +256,7 @@ def seconds_of(process: psutil.Process) -> float:
 
 
 def measured(line: dict[str, float], rows: int, updates: int, wall: float, cpu: float) -> dict[str, Any]:
-    """A step, from its line of metrics.jsonl. updates: that it was to make."""
+    """Report of a step, from its line of metrics.jsonl. updates: planned number."""
     phases = {name.removeprefix("timing_s/"): value for name, value in line.items() if name.startswith("timing_s/")}
     responses = round(line["response_length/mean"] * rows)
     return {
@@ -285,7 +287,7 @@ def summary(work: Workload, overrides: list[str], report: dict[str, Any]) -> dic
 
 
 def medians(report: dict[str, Any]) -> dict[str, float]:
-    """Of a run's steps: wall_s, and seconds by phase; cpu_s is a mean, as the system counts it in hundredths of a second."""
+    """Medians over a run's steps of wall_s and seconds by phase; cpu_s is a mean, because the system counts in 1/100 s."""
     steps = report["steps"]
     columns = {"wall_s": [step["wall_s"] for step in steps]}
     columns |= {name: [step["phases"][name] for step in steps] for name in steps[0]["phases"]}
@@ -294,7 +296,7 @@ def medians(report: dict[str, Any]) -> dict[str, float]:
 
 
 def table(reports: dict[str, dict[str, Any]]) -> str:
-    """For people: a line a run, in milliseconds."""
+    """Readable table with a line per run, in milliseconds."""
     lines = [f"{'':<12}{'wall':>9}{'CPU':>9}{'tokens/s':>10}  phases, ms"]
     for name, report in reports.items():
         middle, step = medians(report), report["steps"][0]

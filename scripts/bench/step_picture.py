@@ -1,12 +1,12 @@
-"""The picture of a step in docs/concepts.md, from a run: what a worker does when, and what is in its memory meanwhile.
+"""Picture of a step in docs/concepts.md, from a run: the phases of a worker, and the contents of its memory over time.
 
     python scripts/bench/step_picture.py measure docs/step.json    # 86M parameters on the CPU, some minutes
     python scripts/bench/step_picture.py draw docs/step.json docs/step.svg
 
-The worker is this process (trainer.backend=local). Every few milliseconds it is looked at: bytes of each role's weights,
-gradients and moments, of the rollout engine's own weights and of its cache. What the process has beyond these, and beyond the
-least that it ever has in the step, counts as activations. Memory that is freed goes back to the system at once
-(MALLOC_TRIM_THRESHOLD_), so that it shows. GB is 10^9 bytes.
+The worker is this process (trainer.backend=local). It is sampled every few milliseconds: bytes of each role's weights, gradients
+and moments, of the rollout engine's own weights and of its cache. The remaining memory of the process, less the minimum of that
+remainder in the step, counts as activations. Freed memory is returned to the system at once (MALLOC_TRIM_THRESHOLD_), so that the
+picture shows it. GB is 10^9 bytes.
 """
 
 import argparse
@@ -39,7 +39,7 @@ WORK = Workload(
 QUICK = Workload(prompts=8, n=4, prompt_length=16, response_length=48, hidden_size=64, num_hidden_layers=2, steps=2)
 RETURNED_AT_ONCE = {"MALLOC_TRIM_THRESHOLD_": "0", "MALLOC_MMAP_THRESHOLD_": "262144"}
 LOOK_SECONDS = 0.004
-# What is stacked, from below: name, what the legend says, colour.
+# Stacked areas, from below: name, label in the legend, colour.
 PARTS = (
     ("actor", "actor: weights", "#4477aa"),
     ("moments", "actor: optimizer", "#66a0c8"),
@@ -49,7 +49,7 @@ PARTS = (
     ("engine", "engine: weights", "#228866"),
     ("cache", "engine: cache", "#66bb99"),
 )
-# What is drawn: phase, label, what works then.
+# Phases that are drawn: label, and the part that works in it.
 PHASES = {
     "gen": ("generate", "engine"), "reward": ("score", "controller"), "old_log_prob": ("log-probs", "actor"),
     "ref": ("ref", "ref"), "adv": ("advantages", "controller"), "update_actor": ("update", "gradients"),
@@ -74,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def measure(work: Workload) -> dict[str, Any]:
-    """The last step of a run: its spans [phase, start, end], seconds from its start, and looks [second, MB of each of PARTS]."""
+    """Last step of a run: spans [phase, start, end] in seconds from its start, and looks [second, MB of each of PARTS]."""
     with tempfile.TemporaryDirectory() as folder, watched() as looks, redirect_stdout(sys.stderr):
         task = make_task(work, Path(folder), seed=0)
         settings = [
@@ -90,26 +90,28 @@ def measure(work: Workload) -> dict[str, Any]:
         spans = json.loads((Path(folder) / "run/timeline.jsonl").read_text().splitlines()[-1])["spans"]
     begin, end = next((start, end) for phase, _, start, end in spans if phase == "step")
     inside = [(second - begin, sizes) for second, sizes in looks if begin <= second <= end]
-    assert inside, "the step was over before anybody looked"
+    assert inside, "the step ended before the first sample"
     own = min(sizes["process"] - sum(sizes[name] for name, *_ in PARTS if name in sizes) for _, sizes in inside)
     rows = []
     for second, sizes in inside:
         known = sum(sizes[name] for name, *_ in PARTS if name in sizes)
         whole = sizes | {"activations": max(0, sizes["process"] - known - own)}
         rows.append([round(second, 3), *(round(whole[name] / 1e6, 1) for name, *_ in PARTS)])
-    told = sorted(
+    drawn = sorted(
         ([phase, round(a - begin, 3), round(b - begin, 3)] for phase, _, a, b in spans if phase in PHASES), key=lambda s: s[1]
     )
     return {
         "parameters": parameters, "answers": work.prompts * work.n, "tokens": work.prompt_length + work.response_length,
-        "seconds": round(end - begin, 3), "spans": told, "looks": thinned(rows, 240),
+        "seconds": round(end - begin, 3), "spans": drawn, "looks": thinned(rows, 240),
     }  # fmt: skip
 
 
 @contextmanager
 def watched() -> Iterator[list[tuple[float, dict[str, int]]]]:
-    """Looks at the worker that is made within: (seconds since 1970, bytes by part; process: of all of it). For the main thread,
-    which alone may look at tensors that it is about to free: a timer interrupts it."""
+    """Samples of the worker that is made within: (seconds since 1970, bytes by part; process: its whole size).
+
+    Use it in the main thread: only that thread can read tensors that it may be about to free, so a timer interrupts it.
+    """
     workers: list[Worker] = []
     looks: list[tuple[float, dict[str, int]]] = []
     sizes: list[dict[str, int]] = []
@@ -148,7 +150,7 @@ def has_all_roles(worker: Worker) -> bool:
 
 
 def held(worker: Worker) -> dict[str, int]:
-    """Bytes of each part that can be named."""
+    """Bytes of each named part of the worker's memory."""
     residents, engine = worker.memory_scheduler._resident_models, worker.roles["rollout"].rollout
     actor, ref = residents["actor"].engine, residents["ref"].engine
     return {
@@ -166,7 +168,7 @@ def nbytes(tensors: Iterable[Tensor]) -> int:
 
 
 def thinned(rows: list[list[float]], most: int) -> list[list[float]]:
-    """At most so many: of neighbours the one with the most memory."""
+    """At most ``most`` rows: of each group of neighbours the one with the most memory."""
     group = -(-len(rows) // most)
     return [max(rows[i : i + group], key=lambda row: sum(row[1:])) for i in range(0, len(rows), group)]
 
@@ -185,7 +187,7 @@ STYLE = """
 
 
 def draw(numbers: dict[str, Any]) -> str:
-    """SVG, on a card of its own: it can be read on a light page and on a dark one."""
+    """SVG with its own background, readable on light and dark pages."""
     seconds, looks = numbers["seconds"], numbers["looks"]
     most = max(sum(look[1:]) for look in looks)
     tick = next(size for size in (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000) if most / size <= 6)

@@ -4,8 +4,9 @@
     python scripts/bench/suite.py --parts step dispatch
     python scripts/bench/suite.py --quick                    # smoke versions, whose figures mean nothing
 
-Each part is a bench of its own, with a time limit, after the other. One that fails, is late, or lacks a figure is told of in the
-table and the JSON, and the exit code is 1. A figure that misses its target is marked: that is no failure.
+The parts are separate benches with a time limit each, and run one after the other. One that fails, exceeds its limit, or lacks a
+figure is reported in the table and the JSON, and the exit code is 1. A figure that misses its target is marked; this is no
+failure.
 """
 
 import argparse
@@ -21,29 +22,32 @@ from pathlib import Path
 from typing import Any, Literal
 
 ROOT = Path(__file__).resolve().parents[2]
-LAST_LINES = 30  # of a bench that failed
+LAST_LINES = 30  # printed of a bench that failed
 
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """of: from what the bench said. target: at most; where higher is better, at least."""
+    """A number in a bench's report.
+
+    of: the number, given the report. target: upper bound; lower bound if higher is better.
+    """
 
     of: Callable[[Any], float]
     target: float | None = None
     better: Literal["lower", "higher"] = "lower"
 
     def cost(self, value: float) -> float:
-        """Less is better."""
+        """The value as a number of which less is better."""
         return value if self.better == "lower" else 1.0 / value
 
     def over_target(self, value: float) -> float | None:
-        """Cost over that of the target: above 1 is a miss."""
+        """Cost over the target's cost: above 1 the target is missed."""
         return None if self.target is None else self.cost(value) / self.cost(self.target)
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A bench: its module below scripts.bench and its words, those of its smoke version, and the seconds that it may take."""
+    """A bench: its module in scripts.bench, its arguments, those of its smoke version, and its time limit in seconds."""
 
     bench: str
     words: tuple[str, ...]
@@ -52,54 +56,60 @@ class Part:
     figures: Mapping[str, Figure]
 
 
-def controller(said: Any, workers: int, sequences: int) -> dict[str, float]:
-    """What the controller took with so many workers (-1: the most) and sequences, or the number that is nearest."""
-    most = max(case["workers"] for case in said["steps"]) if workers < 0 else workers
-    cases = [case for case in said["steps"] if case["workers"] == most]
+def controller(report: Any, workers: int, sequences: int) -> dict[str, float]:
+    """The case with this number of workers (-1: the maximum) and the nearest number of sequences."""
+    most = max(case["workers"] for case in report["steps"]) if workers < 0 else workers
+    cases = [case for case in report["steps"] if case["workers"] == most]
     return min(cases, key=lambda case: abs(case["sequences"] - sequences))
 
 
-def flatness(said: Any, workers: int) -> float:
-    """Cost a token with the most sequences, over that with the fewest."""
-    return controller(said, workers, 1 << 30)["us_per_token"] / controller(said, workers, 0)["us_per_token"]
+def first_workers(report: Any) -> int:
+    """Number of workers of the first cases."""
+    count: int = report["settings"]["workers"][0]
+    return count
 
 
-def gemm(said: Any, shape: str, part: str) -> float:
-    return next(case for name, case in said["cases"].items() if name.startswith(shape))["parts"][part]["of_gemm"]
+def flatness(report: Any, workers: int) -> float:
+    """Cost per token with the most sequences, over that with the fewest."""
+    return controller(report, workers, 1 << 30)["us_per_token"] / controller(report, workers, 0)["us_per_token"]
+
+
+def gemm(report: Any, shape: str, part: str) -> float:
+    return next(case for name, case in report["cases"].items() if name.startswith(shape))["parts"][part]["of_gemm"]
 
 
 TINY = ("--prompts", "2", "--n", "2", "--steps", "2", "--hidden_size", "64", "--num_hidden_layers", "1", "trainer.backend=local")
 PARTS = {
     "dispatch": Part("dispatch", ("--workers", "1", "64", "--megabytes", "500"), ("--quick",), 150, {
-        "controller, us a token": Figure(lambda said: controller(said, said["settings"]["workers"][0], 4096)["us_per_token"]),
-        "cost a token, most over fewest sequences": Figure(lambda said: flatness(said, said["settings"]["workers"][0]), 1.5),
-        "most workers, 1,024 sequences: % of 10 s": Figure(lambda said: controller(said, -1, 1024)["percent_of_10_s"], 2.0),
+        "controller, us a token": Figure(lambda report: controller(report, first_workers(report), 4096)["us_per_token"]),
+        "cost a token, most over fewest sequences": Figure(lambda report: flatness(report, first_workers(report)), 1.5),
+        "most workers, 1,024 sequences: % of 10 s": Figure(lambda report: controller(report, -1, 1024)["percent_of_10_s"], 2.0),
         "bytes into and out of the store, over the batch's": Figure(
-            lambda said: said["store"]["stored_over_bytes"] + said["store"]["read_over_bytes"], 2.01
+            lambda report: report["store"]["stored_over_bytes"] + report["store"]["read_over_bytes"], 2.01
         ),
     }),
     "step": Part("step", ("--steps", "4"), TINY, 120, {
-        "GRPO step, 3.4M, s": Figure(lambda said: said["seconds"]["step"]),
-        "outside generate, log-prob, update": Figure(lambda said: said["share_outside_generate_log_prob_update"]),
+        "GRPO step, 3.4M, s": Figure(lambda report: report["seconds"]["step"]),
+        "outside generate, log-prob, update": Figure(lambda report: report["share_outside_generate_log_prob_update"]),
     }),
     "rollout": Part(
         "rollout", ("--workload", "ragged", "--engines", "embedded", "--rounds", "3", "--hf_batch_sizes", "64"),
         ("--quick", "--workload", "ragged", "--engines", "embedded"), 150, {
         "ragged answers, tokens a CPU second": Figure(
-            lambda said: said["workloads"]["ragged"]["tokens_per_cpu_second"]["embedded"], better="higher"
+            lambda report: report["workloads"]["ragged"]["tokens_per_cpu_second"]["embedded"], better="higher"
         ),
     }),
     "train": Part("train", ("--shapes", "84m", "--dtypes", "float32", "--rounds", "1"), ("--quick",), 240, {
-        "forward, of GEMM": Figure(lambda said: gemm(said, "", "forward"), 0.8, "higher"),
-        "forward and backward, of GEMM": Figure(lambda said: gemm(said, "", "f+b"), 0.8, "higher"),
-        "padding": Figure(lambda said: next(iter(said["cases"].values()))["padding_waste"], 0.02),
+        "forward, of GEMM": Figure(lambda report: gemm(report, "", "forward"), 0.8, "higher"),
+        "forward and backward, of GEMM": Figure(lambda report: gemm(report, "", "f+b"), 0.8, "higher"),
+        "padding": Figure(lambda report: next(iter(report["cases"].values()))["padding_waste"], 0.02),
     }),
     "memory": Part("memory", ("--shape", "vocabulary", "--device", "cpu"), ("--quick",), 150, {
-        "update's peak, over what it must have": Figure(lambda said: said["update"]["of_must"], 1.15),
+        "update's peak, over what it must have": Figure(lambda report: report["update"]["of_must"], 1.15),
     }),
     "weight_sync": Part("weight_sync", ("--engines", "embedded", "--rounds", "8"), ("--quick", "--engines", "embedded"), 90, {
-        "float32, over memcpy": Figure(lambda said: float(said[0]["sync/memcpy"]), better="higher"),
-        "bfloat16, over memcpy": Figure(lambda said: float(said[1]["sync/memcpy"]), better="higher"),
+        "float32, over memcpy": Figure(lambda report: float(report[0]["sync/memcpy"]), better="higher"),
+        "bfloat16, over memcpy": Figure(lambda report: float(report[1]["sync/memcpy"]), better="higher"),
     }),
 }  # fmt: skip
 
@@ -114,7 +124,7 @@ def main() -> None:
 
 
 def run(parts: Mapping[str, Part], *, quick: bool, plot: Path | None = None, root: Path = ROOT) -> int:
-    """All of them; the exit code."""
+    """Run all parts; return the exit code."""
     results = {}
     print(f"| {'part':11} | {'figure':50} | {'value':>9} | {'target':>9} | |\n|---|---|---|---|---|", file=sys.stderr)
     for name, part in parts.items():
@@ -127,19 +137,19 @@ def run(parts: Mapping[str, Part], *, quick: bool, plot: Path | None = None, roo
 
 
 def measured(part: Part, *, quick: bool, root: Path) -> dict[str, Any]:
-    """figures: by name. error: why they are not there, in a line; None. seconds: that it took."""
+    """Result of a part: its figures by name, error (one line, or None) and seconds."""
     started = time.monotonic()
     result: dict[str, Any] = {"figures": {}, "error": None}
     try:
-        result["said"] = said = ask(part, part.quick if quick else part.words, root)
-        result["figures"] = {name: float(figure.of(said)) for name, figure in part.figures.items()}
+        result["report"] = report = run_bench(part, part.quick if quick else part.words, root)
+        result["figures"] = {name: float(figure.of(report)) for name, figure in part.figures.items()}
     except (RuntimeError, LookupError, ValueError, TypeError) as error:
         result["error"] = f"{type(error).__name__}: {' '.join(str(error).split())}"
     return result | {"seconds": round(time.monotonic() - started, 1)}
 
 
-def ask(part: Part, words: tuple[str, ...], root: Path) -> Any:
-    """What the bench says, of the tree at ``root``. Raises RuntimeError if it fails or is late; it leaves no process."""
+def run_bench(part: Part, words: tuple[str, ...], root: Path) -> Any:
+    """Report of a bench of the tree at ``root``. Raises RuntimeError if it fails or exceeds its limit; leaves no process."""
     environment = os.environ | {"PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
     bench = subprocess.Popen(
         [sys.executable, "-m", f"scripts.bench.{part.bench}", *words], cwd=root, env=environment, start_new_session=True,
@@ -155,26 +165,26 @@ def ask(part: Part, words: tuple[str, ...], root: Path) -> Any:
         lines = err.strip().splitlines() or ["no word"]
         print(f"{part.bench} wrote last:", *lines[-LAST_LINES:], sep="\n", file=sys.stderr)
         raise RuntimeError(f"exit code {bench.returncode}: {lines[-1]}")
-    return said_in(out)
+    return parse_report(out)
 
 
 def end(bench: "subprocess.Popen[str]") -> None:
-    """With what it has started in its session."""
+    """Kill the bench and all processes of its session."""
     try:
         os.killpg(bench.pid, signal.SIGKILL)
-    except ProcessLookupError:  # it has ended, and all of them
+    except ProcessLookupError:  # the whole session has ended
         return
     bench.wait()
 
 
-def said_in(out: str) -> Any:
-    """JSON, after whatever words; or the rows of a table."""
+def parse_report(out: str) -> Any:
+    """JSON, possibly preceded by other output; or the rows of a table."""
     start = 0 if out.startswith("{") else out.find("\n{") + 1
     return json.loads(out[start:]) if out.startswith("{", start) else rows_of(out)
 
 
 def rows_of(table: str) -> list[dict[str, str]]:
-    """Of a table in Markdown."""
+    """Rows of a Markdown table, by column title."""
     titles, _, *rows = [
         [cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines() if line.startswith("|")
     ]
@@ -184,17 +194,17 @@ def rows_of(table: str) -> list[dict[str, str]]:
 def lines(name: str, part: Part, result: Mapping[str, Any]) -> list[str]:
     if result["error"]:
         return [f"| {name:11} | FAILED after {result['seconds']} s: {result['error']}"]
-    told = []
+    rows = []
     for title, value in result["figures"].items():
         figure = part.figures[title]
         over = figure.over_target(value)
         target = "" if figure.target is None else f"{'<=' if figure.better == 'lower' else '>='} {figure.target:g}"
-        told.append(f"| {name:11} | {title:50} | {value:9.4g} | {target:>9} | {'missed' if over and over > 1 else ''} |")
-    return told
+        rows.append(f"| {name:11} | {title:50} | {value:9.4g} | {target:>9} | {'missed' if over and over > 1 else ''} |")
+    return rows
 
 
 def draw(parts: Mapping[str, Part], results: Mapping[str, Any], path: Path) -> None:
-    """A bar for each figure that has a target: how much of it is used up."""
+    """Draw a bar for each figure that has a target: its cost over the target's."""
     import matplotlib.pyplot as plt
 
     bars = {

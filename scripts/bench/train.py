@@ -1,4 +1,4 @@
-"""Log-probs and updates of one worker's FSDP engine: tokens per second, and beside what the products alone take in the same run.
+"""Log-probs and updates of one worker's FSDP engine: tokens per second, and relative to bare matrix products in the same run.
 
     python scripts/bench/train.py                                      # 84M and 3.39M parameters, float32 and bfloat16, 4k tokens
     python scripts/bench/train.py --shapes 7b --dtypes bfloat16 --model_dtype bfloat16 --device cuda --tokens 8192 --recompute
@@ -8,14 +8,14 @@
     python scripts/bench/train.py --quick                              # a smoke version, seconds
 
 Rows are ragged, packed, and all their tokens count. gemm: matrix products of the model's own shapes, each of a whole micro-batch,
-weighted by how often a forward (and its backward) has them; products, forward and update take turns. of gemm: model FLOPs a
-second over that rate; recomputation is no model FLOP. On the CPU, which others use too, CPU seconds count, of the one thread that
-there is; on CUDA wall seconds. forward: log-probs without gradient. f+b: forward and backward of a step; update: with the
-optimizer. --entropy: one more part, the same update that also measures the policy's entropy (sampled: over a sixteenth of the
-tokens, the default of a run; full: over all of them, actor.calculate_entropy). Its line ends with how much longer it takes, the
-median of the rounds' ratios. waste: tokens that went through the model and are not real, of all; padded: what padding rows
-to the longest would waste. --groups: groups of 8 rows with a shared prompt instead, of the first shape and dtype. A table goes to
-stderr, JSON to stdout.
+weighted by how often a forward (and its backward) has them; products, forward and update take turns. of gemm: model FLOPs per
+second over that rate; recomputation is no model FLOP. On the CPU, which may be shared, CPU seconds of the only thread count; on
+CUDA wall seconds. forward: log-probs without gradient. f+b: forward and backward of a step; update: with the optimizer.
+--entropy: one more part, the same update that also measures the policy's entropy (sampled: over a sixteenth of the tokens, the
+default of a run; full: over all of them, actor.calculate_entropy). Its line ends with how much longer it takes, the median of the
+rounds' ratios. waste: fraction of tokens that went through the model and are padding; padded: the fraction if rows were padded to
+the longest. --groups: instead, groups of 8 rows with a shared prompt, of the first shape and dtype. A table goes to stderr, JSON
+to stdout.
 """
 
 import argparse
@@ -44,7 +44,7 @@ from workers.engine import logprob
 from workers.engine.fsdp.fsdp_engine import FSDPEngine
 from workers.engine.hf.hf_model import DTYPES
 
-PROMPT = 17  # tokens of each row before its answer
+PROMPT = 17  # tokens of each row before its response
 GROUPS, N = 7, 8  # of --groups: prompts, and responses of each
 COLUMNS = ("case", "part", "ms", "CPU ms", "tokens/s", "GFLOP/s", "of gemm", "of peak", "waste", "padded")
 Seconds = tuple[float, float]
@@ -59,10 +59,12 @@ def main() -> None:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cpu")
     parser.add_argument("--tokens", type=int, default=4096, help="of a micro-batch (default: %(default)s)")
     parser.add_argument("--micro_batches", type=int, default=1, help="of an update (default: %(default)s)")
-    parser.add_argument("--longest", type=int, default=256, help="answer; the mean is a quarter of it (default: %(default)s)")
-    parser.add_argument("--recompute", action="store_true", help="layers in the backward")
+    parser.add_argument(
+        "--longest", type=int, default=256, help="longest response; the mean is a quarter of it (default: %(default)s)"
+    )
+    parser.add_argument("--recompute", action="store_true", help="recompute layers in the backward")
     parser.add_argument("--chunk", type=int, default=None, help="of positions, in the language head (default: the engine's)")
-    parser.add_argument("--entropy", choices=("sampled", "full"), help="measure the update with it too")
+    parser.add_argument("--entropy", choices=("sampled", "full"), help="also measure an update with the entropy")
     parser.add_argument("--groups", nargs="+", metavar="PROMPTxRESPONSE", help="measure shared prompts of these lengths instead")
     parser.add_argument("--rounds", type=int, default=5, help="after one that warms up (default: %(default)s)")
     parser.add_argument("--profile", action="store_true", help="one more forward and update, operation by operation")
@@ -92,7 +94,7 @@ def measure_cases(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def ragged(tokens: int, longest: int) -> list[int]:
-    """Rows of ``tokens`` in all: a prompt, and an answer of geometric length with mean longest / 4, cut at ``longest``."""
+    """Row lengths with sum ``tokens``: a prompt, and a response of geometric length (mean longest / 4, at most longest)."""
     draw = np.random.default_rng(0)
     rows: list[int] = []
     while (left := tokens - sum(rows)) > 0:
@@ -101,7 +103,7 @@ def ragged(tokens: int, longest: int) -> list[int]:
 
 
 class Products:
-    """y = x W' of every weight matrix of a model, and the two products of its backward, for so many tokens at once."""
+    """y = x W' of every weight matrix of a model, and the two products of its backward, for args.tokens tokens at once."""
 
     def __init__(self, args: argparse.Namespace, shape: str, dtype: str) -> None:
         sizes = SHAPES[shape]
@@ -111,10 +113,10 @@ class Products:
         self.counts = Counter(layer * sizes["num_hidden_layers"] + [(hidden, sizes["vocab_size"])])
         self.tokens, self.device, self.options = args.tokens, args.device, {"device": args.device, "dtype": DTYPES[dtype]}
         self.flops = sum(2.0 * self.tokens * n * m * count for (n, m), count in self.counts.items())
-        """Of the forward; the backward's are twice these."""
+        """FLOPs of the forward; the backward has twice as many."""
 
     def seconds(self) -> tuple[float, float]:
-        """Of all forward products; and of all products."""
+        """Seconds of all forward products, and of all products."""
         forward = backward = 0.0
         for (n, m), count in self.counts.items():
             x, dy = (torch.randn(self.tokens, width, **self.options) for width in (n, m))
@@ -135,7 +137,7 @@ class Products:
 
 
 def counted(seconds: Seconds, device: str) -> float:
-    """Those that a rate is made of."""
+    """Seconds that rates are based on: wall on CUDA, CPU otherwise."""
     wall, cpu = seconds
     return wall if device == "cuda" else cpu
 
@@ -154,7 +156,7 @@ def timed(device: str, work: Callable[[], Any]) -> Seconds:
 
 
 def measure(args: argparse.Namespace, shape: str, dtype: str) -> dict[str, Any]:
-    """Medians over the rounds; of ratios within each."""
+    """Medians over the rounds; ratios are taken within each round."""
     lengths = ragged(args.tokens, args.longest)
     rows = random_rows(shape, lengths * args.micro_batches)
     rows = rows.with_tokens(entropy_mask=entropy_mask(rows.tokens["response_mask"]))
@@ -223,8 +225,10 @@ def measure(args: argparse.Namespace, shape: str, dtype: str) -> dict[str, Any]:
 
 
 def measure_groups(args: argparse.Namespace) -> dict[str, Any]:
-    """Log-probs and gradients of groups whose prompt is computed once, relative to the same rows whole. Both are one micro-batch
-    and alternate; medians of the ratios of the rounds."""
+    """Log-probs and gradients of groups whose prompt is computed once, relative to the same rows in full.
+
+    Both are one micro-batch and alternate; medians of the ratios of the rounds.
+    """
     print(
         "| prompt x response | tokens | computed | log-probs, ms | x whole | f+b, ms | x whole |\n" + "|---" * 7 + "|",
         file=sys.stderr,
@@ -269,14 +273,14 @@ def measure_group(engine: FSDPEngine, args: argparse.Namespace, prompt: int, res
 
 
 def count_tokens(engine: FSDPEngine) -> list[int]:
-    """Grows by what goes through the model's first module, its embedding."""
+    """List to which each forward appends the number of tokens that pass the embedding."""
     seen: list[int] = []
     engine._model.hf.get_input_embeddings().register_forward_hook(lambda module, inputs, out: seen.append(inputs[0].numel()))
     return seen
 
 
 def times_accumulate(engine: FSDPEngine, device: str, times: list[Seconds]) -> None:
-    """The first half of each update, timed by itself."""
+    """Make the engine append the seconds of each accumulate (forward and backward) to ``times``."""
     accumulate = engine.accumulate
 
     def run(*args: Any) -> Any:

@@ -1,16 +1,16 @@
-"""Bytes per second of a whole weight sync, beside memcpy of the same bytes and the engine's bare update call, as one table.
+"""Bytes per second of a whole weight sync, compared with memcpy and with the engine's bare update call, as one table.
 
     python scripts/bench/weight_sync.py                                # every engine, 84M parameters, one rank
     python scripts/bench/weight_sync.py --ranks 2 --engines vllm       # from FSDP2 shards of two ranks into an engine on each
     python scripts/bench/weight_sync.py --apart                        # and into engines on as many ranks of their own
     python scripts/bench/weight_sync.py --quick                        # a smoke version
 
-Weights go from a trainer's engine into a rollout engine beside it that stays awake. bare: the engine's own call on tensors that
-are whole, cast, and where it wants them (vLLM: reload_weights; SGLang: update_weights_from_tensor in shared memory, and the
-flush of its cache). sync: all of it with verify_weights=sample. apart: the same, into another engine in other processes. Rounds
-alternate; medians of seconds. verify: the mean share of a sync. peak: the most memory the process had in a sync, as the system
-counts it, above what it had before or afterwards. With one rank embedded would use the trainer's own tensors and copy nothing:
-here it is made to copy.
+Weights go from a training engine into a colocated rollout engine that stays awake. bare: the engine's own call on tensors that
+are already gathered, cast, and in place (vLLM: reload_weights; SGLang: update_weights_from_tensor in shared memory, and the flush
+of its cache). sync: the whole sync with verify_weights=sample. apart: the same, into another engine in other processes. Rounds
+alternate; medians of seconds. verify: the mean fraction of a sync. peak: the maximum memory of the process in a sync, as the
+system counts it, above its size before or after. With one rank the embedded engine would share the trainer's tensors and copy
+nothing: here it is made to copy.
 """
 
 import argparse
@@ -80,8 +80,8 @@ def main() -> None:
                 spawn(measure, args=(args, folder, engine, dtype, ports, offers), nprocs=args.ranks * (1 + args.apart))
 
 
-class Unlent:
-    """A trainer whose tensors nobody else may use."""
+class UnsharedTrainer:
+    """Training engine that does not share its tensors, so that the rollout engine copies them."""
 
     def __init__(self, engine: TrainEngine) -> None:
         self.export_weights = engine.export_weights
@@ -99,7 +99,7 @@ def measure(
     ports: Sequence[int],
     offers: "SimpleQueue[Rendezvous]",
 ) -> None:
-    """One line of the table, from rank 0. Ranks beyond the trainer's have engines alone."""
+    """Print one line of the table, from rank 0. Ranks beyond the trainer's have only a rollout engine."""
     spec = rollout_spec(args, folder, engine, dtype)
     if rank >= args.ranks:
         return receive(rank - args.ranks, args, spec, ports[1], offers)
@@ -109,7 +109,7 @@ def measure(
     actor, role = worker.roles["actor"], worker.roles["rollout"]
     assert isinstance(actor, ModelRole) and isinstance(role, RolloutRole)
     worker.memory_scheduler.enter("sync", "actor")
-    source: Any = Unlent(actor.engine)
+    source: Any = UnsharedTrainer(actor.engine)
     sampling = WeightSync(role.rollout, source, replace(spec.rollout, verify_weights="sample"), rank)
     reading_all = WeightSync(role.rollout, source, replace(spec.rollout, verify_weights="full"), rank)
     ready = [(name, weight.to(DTYPES[spec.rollout.dtype], copy=True)) for name, weight in actor.engine.export_weights()]
@@ -155,7 +155,7 @@ def measure(
 
 
 def receive(rank: int, args: argparse.Namespace, spec: RolloutSpec, port: int, offers: "SimpleQueue[Rendezvous]") -> None:
-    """An engine apart, which gets weights as often as the trainer sends them."""
+    """Run a rollout engine with GPUs of its own, which gets weights as often as the trainer sends them."""
     worker = Worker(WorkerInfo(rank, args.ranks, rank, 0, "127.0.0.1", port), "cpu", 1800.0)
     worker.build_rollout_apart("rollout", spec, offers.get())
     for version in range(args.rounds + 1):
@@ -175,7 +175,7 @@ def rollout_spec(args: argparse.Namespace, folder: str, engine: str, dtype: str)
 
 
 def trainer_spec(spec: RolloutSpec) -> EngineSpec:
-    """In float32, never trained: sharded over all ranks."""
+    """Spec of a float32 engine without optimizer, sharded over all ranks."""
     fsdp = FSDPConfig(
         model_dtype="float32",
         dtype="float32",
@@ -190,7 +190,7 @@ def trainer_spec(spec: RolloutSpec) -> EngineSpec:
 
 
 def bare_call(rollout: Rollout, ready: Sequence[tuple[str, Tensor]], dtype: torch.dtype) -> Callable[[], None]:
-    """The engine's own update, of tensors that are as it wants them."""
+    """The engine's own update call, on tensors that are ready for it."""
     if isinstance(rollout, VLLMRollout):
         return lambda: rollout._on_worker("reload_weights", weights_iterator=iter(ready))
     if isinstance(rollout, SGLangRollout) and rollout.engine is not None:
@@ -207,7 +207,7 @@ def bare_call(rollout: Rollout, ready: Sequence[tuple[str, Tensor]], dtype: torc
 
 
 def seconds(run: Callable[[], Any]) -> float:
-    """All ranks start together, and end when the last has ended."""
+    """Seconds of ``run`` until all ranks have ended; all start together."""
     dist.barrier()
     start = time.perf_counter()
     run()
@@ -216,9 +216,9 @@ def seconds(run: Callable[[], Any]) -> float:
 
 
 def extra_memory(run: Callable[[], Any]) -> int:
-    """Bytes of memory at most, over what there was before or is afterwards, as Linux has it (VmHWM). Of what has run before."""
+    """Peak bytes of memory during ``run`` above the size before or after it (Linux's VmHWM). Call ``run`` once before."""
     gc.collect()
-    Path("/proc/self/clear_refs").write_text("5")  # the most from now on
+    Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
     before = status("VmRSS")
     run()
     return status("VmHWM") - max(before, status("VmRSS"))

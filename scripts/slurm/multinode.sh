@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # One run over all nodes of a Slurm job: Ray on each, and the program on the first. Arguments go to trainer.main_ppo, and win.
-# What your cluster wants beside this (partition, account, time) goes to sbatch:
+# Other settings of your cluster (partition, account, time) are options of sbatch:
 #     sbatch --nodes=4 --partition=gpu --time=12:00:00 scripts/slurm/multinode.sh algorithm=grpo rollout=vllm trainer.save_freq=20
-# Five minutes before the time is over the run saves and stops; submitted again, it goes on.
+# Five minutes before the time limit the run saves and stops; submit it again to resume.
 #SBATCH --job-name=tandem
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=1
@@ -42,7 +42,7 @@ srun "${there[@]}" "${ray[@]}" --address="$RAY_ADDRESS" &
 
 "${run[@]}" &
 program=$!
-trap 'kill -USR1 "$program"' USR1 # the batch system tells this shell alone
+trap 'kill -USR1 "$program"' USR1 # the batch system signals only this shell
 trap 'kill -TERM "$program"' TERM
 code=0
 wait "$program" || code=$?

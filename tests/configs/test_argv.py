@@ -1,4 +1,4 @@
-"""What becomes of each word on the command line, and of each key of a user's YAML."""
+"""Translation of command lines and of keys in a user's YAML."""
 
 import re
 from dataclasses import fields
@@ -37,16 +37,8 @@ def complaint(*argv: str) -> str:
         ("critic.fsdp.param_offload=True", "++critic.fsdp_config.param_offload=True"),
         ("+critic.model.fsdp_config={param_offload: true}", "++critic.fsdp_config={param_offload: true}"),
         ("custom_reward_function.name=score", "reward.custom_reward_function.name=score"),
-        ("critic.model.lora.rank=8", "critic.model.lora_rank=8"),
         ("+critic.model.lora.adapter_path=a", "critic.model.lora_adapter_path=a"),
-        ("actor_rollout_ref.actor.optim.clip_grad=0.5", "actor_rollout_ref.actor.grad_clip=0.5"),
         ("+reward_model.overlong_buffer.len=512", "reward.reward_kwargs.overlong_buffer_cfg.len=512"),
-        ("+reward_model.reward_kwargs.max_resp_len=2048", "reward.reward_kwargs.max_resp_len=2048"),
-        (
-            "reward_model.reward_kwargs.overlong_buffer_cfg.enable=True",
-            "reward.reward_kwargs.overlong_buffer_cfg.enable=True",
-        ),
-        ("trainer.default_hdfs_dir=hdfs://host/runs", "trainer.checkpoint.remote_dir=hdfs://host/runs"),
         ("+critic.checkpoint.async_save=True", "trainer.checkpoint.async_save=True"),
         ("~trainer.seed", "~trainer.seed"),
         ("trainer.seed=1,2,3", "trainer.seed=1,2,3"),
@@ -69,36 +61,36 @@ def complaint(*argv: str) -> str:
         ("data.train_files=['a=b.parquet']", "data.train_files=['a=b.parquet']"),
     ],
 )
-def test_one_word(typed: str, seen: str) -> None:
+def test_a_word_becomes_one_override_without_a_note(typed: str, seen: str) -> None:
     command = ppo(typed)
     assert command.overrides == (seen,) and command.notes == ()
 
 
-def test_the_last_value_of_a_key_counts_whatever_it_was_called() -> None:
+def test_last_value_of_a_key_wins_under_any_alias() -> None:
     command = ppo("critic.fsdp.param_offload=True", "trainer.seed=1", "+critic.fsdp_config.param_offload=False", "trainer.seed=2")
     assert command.overrides == ("++critic.fsdp_config.param_offload=False", "trainer.seed=2")
     assert command.typed == {"critic.fsdp_config.param_offload", "trainer.seed"}
     assert ppo("trainer.seed=1", "trainer={seed: 2}", "trainer.seed=3").overrides == ("trainer={seed: 2}", "trainer.seed=3")
 
 
-def test_a_key_that_must_be_the_same_as_ours() -> None:
-    key, ours = "actor_rollout_ref.actor.rollout_n", "actor_rollout_ref.rollout.n"
-    assert ppo(f"{key}=8", f"{ours}=8").overrides == (f"{ours}=8",)
-    assert ppo(f"{key}=${{{ours}}}").overrides == ()
-    for words in ((f"{key}=8",), (f"{key}=8", f"{ours}=4")):
-        assert complaint(*words) == f"{key}=8: set {ours}, which every role uses"
+def test_a_foreign_key_that_must_equal_a_known_one_is_compared_with_it() -> None:
+    key, known = "actor_rollout_ref.actor.rollout_n", "actor_rollout_ref.rollout.n"
+    assert ppo(f"{key}=8", f"{known}=8").overrides == (f"{known}=8",)
+    assert ppo(f"{key}=${{{known}}}").overrides == ()
+    for words in ((f"{key}=8",), (f"{key}=8", f"{known}=4")):
+        assert complaint(*words) == f"{key}=8: set {known}, which every role uses"
 
 
-def test_a_directory_of_theirs_that_is_not_here_is_left_out() -> None:
+def test_a_missing_configuration_directory_of_verl_is_left_out() -> None:
     command = ppo("--config-dir=/a/verl/trainer/config", "--config-name=ppo_megatron_trainer")
     assert command.flags == ("--config-name", "ppo_megatron_trainer")
     assert command.notes == (
         "--config-dir=/a/verl/trainer/config is left out: it is verl's own directory and does not exist here",
     )
-    assert ppo("--config-dir=/a/config").flags == ("--config-dir", "/a/config")  # Hydra says that it is not there
+    assert ppo("--config-dir=/a/config").flags == ("--config-dir", "/a/config")  # Hydra reports that it does not exist
 
 
-def test_a_foreign_key_with_braces_is_each_of_the_keys_in_them() -> None:
+def test_a_foreign_block_in_braces_is_split_into_its_keys() -> None:
     precision = "+critic.model.fsdp_config.mixed_precision={param_dtype: bf16, reduce_dtype: fp32}"
     command = ppo(precision)
     assert command.overrides == ("++critic.fsdp_config.dtype='bf16'",)
@@ -108,7 +100,7 @@ def test_a_foreign_key_with_braces_is_each_of_the_keys_in_them() -> None:
 
 
 @pytest.mark.parametrize("quoted", ["plain", "it\\'s", "back\\slash", "ends\\\\", "\\\\\\'", "a, b: {c}", " spaced ", ""])
-def test_any_text_in_braces_is_kept(quoted: str) -> None:
+def test_any_quoted_text_in_braces_is_kept(quoted: str) -> None:
     read = OverridesParser.create().parse_override
     (word,) = ppo(f"actor_rollout_ref.actor.fsdp_config.mixed_precision={{param_dtype: '{quoted}'}}").overrides
     assert read(word).value() == read(f"key='{quoted}'").value()
@@ -124,14 +116,14 @@ def test_keys_that_cannot_change_a_result_are_left_out_with_a_note() -> None:
     ]
 
 
-def test_of_a_foreign_key_too_the_last_value_counts() -> None:
+def test_last_value_of_a_foreign_key_wins() -> None:
     key = "actor_rollout_ref.rollout.pipeline_model_parallel_size"
     assert ppo(f"{key}=8", f"{key}=1").overrides == ()
     assert complaint(f"{key}=1", f"{key}=8").startswith(f"{key}=8: ")
 
 
 @pytest.mark.parametrize(("typed", "kept"), [("0.5_5", "0.5_5"), ("0.5_5.0", "0.5_5.0"), ("2", "2"), ("'0.5_5'", "0.5_5")])
-def test_two_bounds_are_not_one_number(typed: str, kept: str) -> None:
+def test_two_bounds_joined_by_an_underscore_are_text(typed: str, kept: str) -> None:
     """In YAML, and so in Hydra, 0.5_5 is 0.55."""
     key = "algorithm.rollout_correction.rollout_is_threshold"
     words = list(ppo(f"{key}={typed}").overrides)
@@ -139,15 +131,12 @@ def test_two_bounds_are_not_one_number(typed: str, kept: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("typed", "told"),
+    ("typed", "advice"),
     [
         ("actor_rollout_ref.actor.megatron.expert_model_parallel_size=1,2", "sweep over the keys that it sets"),
         ("actor_rollout_ref.actor.optim.lr_decay_style=WSD", "set lr_scheduler_type to cosine, linear or wsd"),
         ("model_engine=veomni", "there are two training engines, fsdp and megatron"),
         ("+actor_rollout_ref.actor.megatron.override_ddp_config.average_in_collective=True", "reduced in float32, once"),
-        ("actor_rollout_ref.model.lora.dropout=0.1", "dropout is not supported in training"),
-        ("critic.model.exclude_modules=[lm_head]", "layers cannot be excluded; list those"),
-        ("actor_rollout_ref.model.lora.type=dora", "the only supported adapter type"),
         ("critic.megatron.dynamic_context_parallel=True", "split over context_parallel_size GPUs"),
         ("actor_rollout_ref.actor.megatron.max_seqlen_per_dp_cp_rank=4096", "ppo_max_token_len_per_gpu"),
         ("actor_rollout_ref.actor.megatron.override_ddp_config={fp8_param_gather: true}", "reduced in float32, once"),
@@ -155,22 +144,21 @@ def test_two_bounds_are_not_one_number(typed: str, kept: str) -> None:
         ("actor_rollout_ref.actor.megatron.qat.enable=True", "quantization-aware training is not supported"),
         ("actor_rollout_ref.actor.megatron.router_replay.mode=R2", "routing replay is not supported yet"),
         ("+actor_rollout_ref.actor.optim.override_optimizer_config.eps=1e-6", "1e-8 is the only value; leave it out"),
-        ("actor_rollout_ref.actor.optim.lr_warmup_init=1e-7", "warms up from 0"),
         ("algorithm.use_pf_ppo=True", "PF-PPO is not supported"),
     ],
 )
-def test_what_would_change_a_result_is_refused_with_advice(typed: str, told: str) -> None:
+def test_a_foreign_key_that_would_change_a_result_is_refused_with_advice(typed: str, advice: str) -> None:
     line = complaint(typed)
-    assert told in line and "\n" not in line
+    assert advice in line and "\n" not in line
 
 
 @pytest.mark.parametrize("role", ["actor_rollout_ref.actor", "critic"])
-def test_keys_of_verls_megatron_at_their_defaults_are_ours_or_left_out(role: str) -> None:
-    """None of them is unknown, and none is refused: a command line may spell out what is so anyway."""
+def test_keys_of_verls_megatron_at_their_defaults_are_known_or_left_out(role: str) -> None:
+    """None of them is unknown or refused: a command line may spell out defaults."""
     defaults = dict(line.split("\t") for line in VERL_MEGATRON.read_text().splitlines()[1:])
     command = ppo(*(f"{role}.{key}={value}" for key, value in defaults.items()))
-    ours = {field.name for field in fields(MegatronConfig)}
-    real = {f"{role}.{key}" for key in defaults if key.split(".")[1] in ours}
+    known = {field.name for field in fields(MegatronConfig)}
+    real = {f"{role}.{key}" for key in defaults if key.split(".")[1] in known}
     left_out = {f"{role}.{key}" for key in defaults} - real
     assert len(real) == 15 and command.typed == real
     assert {re.split("[ =]", note)[0] for note in command.notes} == left_out
@@ -188,21 +176,16 @@ def test_keys_of_verls_megatron_at_their_defaults_are_ours_or_left_out(role: str
             ["data.trust_remote_code=True", "actor_rollout_ref.model.trust_remote_code=False"],
             {"actor_rollout_ref.model.trust_remote_code=False"},
         ),
-        (["actor_rollout_ref.actor.use_token_level_loss=False"], {"actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-mean"}),
         (
             ["+actor_rollout_ref.actor.tis_imp_ratio_cap=2"],
             {"algorithm.rollout_correction.rollout_is=token", "algorithm.rollout_correction.rollout_is_threshold=2"},
         ),
         (["actor_rollout_ref.actor.tis_imp_ratio_cap=-1"], set()),
-        (
-            ["trainer.remove_previous_ckpt_in_save=True"],
-            {"trainer.max_actor_ckpt_to_keep=1", "trainer.max_critic_ckpt_to_keep=1"},
-        ),
         (["critic.optim.lr_decay_style=linear"], {"critic.optim.lr_scheduler_type=linear"}),
         (["critic.optim.warmup_style=null", "critic.optim.lr_scheduler_type=cosine"], {"critic.optim.lr_scheduler_type=cosine"}),
     ],
 )
-def test_what_other_keys_say_is_set_unless_it_is_typed(typed: list[str], seen: set[str]) -> None:
+def test_a_translated_key_sets_others_unless_they_are_typed(typed: list[str], seen: set[str]) -> None:
     command = ppo(*typed)
     assert set(command.overrides) == seen
     if len(typed) == 1:
@@ -213,7 +196,7 @@ def test_what_other_keys_say_is_set_unless_it_is_typed(typed: list[str], seen: s
 @pytest.mark.parametrize(
     "key", ["actor_rollout_ref.actor.megatron.expert_model_parallel_size=8", "critic.megatron.use_megatron_fsdp=True"]
 )
-def test_models_that_megatron_does_not_train_here_are_trained_by_fsdp_whatever_is_typed(key: str) -> None:
+def test_models_unsupported_on_megatron_are_trained_by_fsdp_whatever_is_typed(key: str) -> None:
     typed = ["model_engine=megatron", "actor_rollout_ref.ref.strategy=megatron", key]
     typed += ["actor_rollout_ref.actor.megatron.context_parallel_size=2", "trainer.n_gpus_per_node=8"]
     command = ppo(*typed)
@@ -247,7 +230,7 @@ def test_an_unknown_key_names_the_nearest(typed: str, nearest: str) -> None:
     assert line.endswith(f"there is no such key; did you mean {nearest}?") and "\n" not in line
 
 
-def test_all_wrong_words_are_told_at_once() -> None:
+def test_all_wrong_words_are_reported_together() -> None:
     lines = complaint("trainer.sed=1", "trainer.seed=2", "zzz.qqq=1", "trainer.seed", "trainer.sed", "quickstart").splitlines()
     assert lines == [
         "trainer.seed: an override is key=value; give it a value",
@@ -269,26 +252,25 @@ def test_all_wrong_words_are_told_at_once() -> None:
         (["--config-name=mine", "--config-dir=conf"], ("--config-dir", "conf", "--config-name", "mine")),
     ],
 )
-def test_configurations_that_scripts_name(typed: list[str], flags: tuple[str, ...]) -> None:
+def test_configuration_names_of_verls_scripts_select_built_in_ones(typed: list[str], flags: tuple[str, ...]) -> None:
     assert ppo(*typed).flags == flags
 
 
-def test_a_directory_with_the_named_configuration_is_the_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_existing_directory_with_the_named_configuration_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "conf").mkdir()
     (tmp_path / "conf/mine.yaml").write_text("defaults: [ppo_trainer, _self_]\n")
     flags = ("--config-dir", str(tmp_path / "conf"), "--config-name", "mine")
     assert ppo("--config-path=conf", "--config-name=mine").flags == flags
-    told = complaint("--config-path=conf", "--config-name=other")
-    assert (
-        told == "--config-path=conf: it contains no other.yaml; built-in configurations, which need no path: "
+    assert complaint("--config-path=conf", "--config-name=other") == (
+        "--config-path=conf: it contains no other.yaml; built-in configurations, which need no path: "
         "ppo_trainer, ppo_megatron_trainer"
     )
     (tmp_path / "conf/ppo_trainer.yaml").write_text("defaults: [_self_]\n")
     assert ppo("--config-path=conf").flags == ("--config-path", str(tmp_path / "conf"))
 
 
-def test_flags_and_overrides_may_stand_in_any_order() -> None:
+def test_flags_and_overrides_are_separated_in_any_order() -> None:
     command = ppo("trainer.seed=1", "--cfg", "job", "data.seed=2", "--config-dir=conf", "-m", "--info", "trainer.nnodes=1")
     assert command.flags == ("--cfg", "job", "--config-dir", "conf", "-m", "--info", "all")
     assert command.overrides == ("trainer.seed=1", "data.seed=2", "trainer.nnodes=1")
@@ -298,23 +280,23 @@ def test_an_info_flag_keeps_its_value() -> None:
     assert ppo("--info", "defaults-tree").flags == ("--info", "defaults-tree")
 
 
-def test_dashes_and_unknown_flags() -> None:
+def test_overrides_with_dashes_and_unknown_flags_are_refused() -> None:
     assert complaint("--trainer.seed=1") == "--trainer.seed=1: overrides have no dashes; use trainer.seed=1"
     assert complaint("--multrun") == "--multrun: unknown flag; did you mean --multirun?"
 
 
-def test_a_group_in_the_users_directory(tmp_path: Path) -> None:
+def test_a_group_of_the_users_directory_is_known(tmp_path: Path) -> None:
     (tmp_path / "experiment").mkdir()
     assert ppo("--config-dir", str(tmp_path), "+experiment=a").overrides == ("+experiment=a",)
     assert "no such key" in complaint("+experiment=a")
 
 
-def test_names_of_the_other_program_are_not_renamed() -> None:
+def test_aliases_of_one_program_are_unknown_to_another() -> None:
     assert normalise(["model.fsdp_config.dtype=fp32"], SFTConfig, "sft_trainer").overrides == ("engine.fsdp_config.dtype=fp32",)
     assert complaint("model.fsdp_config.dtype=fp32").startswith("model.fsdp_config.dtype: there is no such key")
 
 
-def test_columns_of_conversations_by_other_names() -> None:
+def test_multiturn_columns_of_verl_set_the_messages_key() -> None:
     def typed(*words: str) -> tuple[str, ...]:
         return normalise(words, SFTConfig, "sft_trainer").overrides
 
@@ -324,15 +306,15 @@ def test_columns_of_conversations_by_other_names() -> None:
         typed("data.multiturn.tools_key=t")
 
 
-def test_keys_of_a_yaml_follow_the_same_rules() -> None:
+def test_keys_of_a_yaml_are_translated_by_the_same_rules() -> None:
     tree = {
         "critic": {"fsdp_config": {"param_offload": False}, "model": {"fsdp_config": {"param_offload": True}}},
         "custom_reward_function": {"path": "a.py"},
         "trainer": {"balance_batch": True, "seed": 3},
         "ray_init": {"num_cpus": 4},
     }
-    ours, notes = normalise_tree(tree, PPOConfig)
-    assert ours == {
+    normalised, notes = normalise_tree(tree, PPOConfig)
+    assert normalised == {
         "critic": {"fsdp_config": {"param_offload": True}},
         "trainer": {"seed": 3},
         "reward": {"custom_reward_function": {"path": "a.py"}},
@@ -341,24 +323,19 @@ def test_keys_of_a_yaml_follow_the_same_rules() -> None:
     assert [note.split()[0] for note in notes] == ["trainer.balance_batch"]
 
 
-def test_the_command_line_wins_over_an_alias_in_a_yaml() -> None:
+def test_command_line_overrides_an_alias_in_a_yaml() -> None:
     tree = {"critic": {"fsdp_config": {"param_offload": False}, "fsdp": {"param_offload": True}}}
-    ours, _ = normalise_tree(tree, PPOConfig, typed={"critic.fsdp_config.param_offload"})
-    assert ours == {"critic": {"fsdp_config": {"param_offload": False}}}
-
-
-def test_a_misspelt_key_in_a_yaml() -> None:
-    with pytest.raises(ConfigError, match=r"^trainer\.sede: there is no such key; did you mean trainer\.seed\?$"):
-        normalise_tree({"trainer": {"sede": 1}}, PPOConfig)
+    normalised, _ = normalise_tree(tree, PPOConfig, typed={"critic.fsdp_config.param_offload"})
+    assert normalised == {"critic": {"fsdp_config": {"param_offload": False}}}
 
 
 @pytest.mark.parametrize("key", ["reward.reward_manager.name", "reward_model.reward_manager"])
-def test_reward_managers_are_left_out_for_the_function_says_what_it_takes(key: str) -> None:
+def test_known_reward_managers_are_left_out_and_others_refused(key: str) -> None:
     for name in ("naive", "dapo", "prime", "batch"):
         assert ppo(f"{key}={name}").overrides == ()
     assert "can take whole batches (solution_strs)" in complaint(f"{key}=mine")
 
 
-def test_a_foreign_value_that_hydra_cannot_read() -> None:
-    told = "reward_model.reward_loop_source=~/mine.py: cannot be parsed; put the value in quotes"
-    assert complaint("reward_model.reward_loop_source=~/mine.py") == told
+def test_a_foreign_value_that_hydra_cannot_parse_is_an_error_of_one_line() -> None:
+    line = "reward_model.reward_loop_source=~/mine.py: cannot be parsed; put the value in quotes"
+    assert complaint("reward_model.reward_loop_source=~/mine.py") == line

@@ -1,4 +1,4 @@
-"""What is more than another size allows is cut, and a note says so."""
+"""Sizes above an unambiguous limit are reduced, with a note."""
 
 import pytest
 
@@ -12,22 +12,22 @@ MINI = "ppo_mini_batch_size"
 
 
 @pytest.mark.parametrize(
-    ("actor", "critic", "told"), [(64, 64, []), (256, None, [ACTOR]), (32, 128, ["critic"]), (256, 128, [ACTOR, "critic"])]
+    ("actor", "critic", "reduced"), [(64, 64, []), (256, None, [ACTOR]), (32, 128, ["critic"]), (256, 128, [ACTOR, "critic"])]
 )
-def test_a_mini_batch_is_a_batch_at_most(actor: int, critic: int | None, told: list[str]) -> None:
+def test_a_mini_batch_is_reduced_to_the_batch(actor: int, critic: int | None, reduced: list[str]) -> None:
     words = ["data.train_batch_size=64", f"{ACTOR}.{MINI}={actor}", *([f"critic.{MINI}={critic}"] if critic else [])]
     config, _, notes = compose_with_notes("ppo_trainer", PPOConfig, words)
     held = config.actor_rollout_ref.actor.ppo_mini_batch_size, config.critic.ppo_mini_batch_size
     assert held == (min(actor, 64), min(critic or actor, 64))
     sizes = {ACTOR: actor, "critic": critic}
     assert notes == [
-        f"{role}.{MINI}={sizes[role]}: larger than data.train_batch_size=64; one update uses the whole batch" for role in told
+        f"{role}.{MINI}={sizes[role]}: larger than data.train_batch_size=64; one update uses the whole batch" for role in reduced
     ]
 
 
 @pytest.mark.parametrize(("longest", "prompt"), [(30, 20), (29, 20), (21, 20), (20, 19), (2, 1)])
 @pytest.mark.parametrize(("root", "schema"), [("ppo_trainer", PPOConfig), ("generation", GenerationConfig)])
-def test_what_an_engine_can_hold_ends_answers(root: str, schema: type, longest: int, prompt: int) -> None:
+def test_max_model_len_truncates_responses_and_reduces_prompts(root: str, schema: type, longest: int, prompt: int) -> None:
     words = ["data.max_prompt_length=20", "data.max_response_length=10", f"{ROLLOUT}.max_model_len={longest}"]
     config, _, notes = compose_with_notes(root, schema, words)
     assert (config.data.max_prompt_length, config.data.max_response_length) == (prompt, 10)
@@ -38,7 +38,7 @@ def test_what_an_engine_can_hold_ends_answers(root: str, schema: type, longest: 
     assert notes == [short] * (longest < 30) + [cut] * (prompt < 20)
 
 
-def test_roles_that_share_gpus_are_cut_as_the_actor_is() -> None:
+def test_roles_that_share_gpus_are_split_like_the_actor() -> None:
     words = [f"{ACTOR}.strategy=megatron", f"{ACTOR}.megatron.tensor_model_parallel_size=4"]
     words += [f"{REF}.megatron.tensor_model_parallel_size=2", "critic.megatron.pipeline_model_parallel_size=2"]
     config, _, notes = compose_with_notes("ppo_trainer", PPOConfig, words)
@@ -59,7 +59,7 @@ def roles(config: PPOConfig) -> list[ShardedConfig]:
     return [config.actor_rollout_ref.actor, config.actor_rollout_ref.ref, config.critic]
 
 
-def test_a_copy_of_the_run_directory_to_itself_is_none() -> None:
+def test_a_remote_directory_equal_to_the_run_directory_is_removed() -> None:
     words = ["trainer.default_local_dir=runs/a", "trainer.checkpoint.remote_dir=runs/../runs/a"]
     config, _, notes = compose_with_notes("ppo_trainer", PPOConfig, words)
     assert config.trainer.checkpoint.remote_dir is None

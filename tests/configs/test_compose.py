@@ -1,4 +1,4 @@
-"""Groups, recipes, a user's own YAML, sweeps: what Hydra makes of them, and that it leaves nothing behind."""
+"""Composition by Hydra of groups, recipes, a user's own YAML and sweeps, without leftovers on disk."""
 
 import dataclasses
 import os
@@ -75,7 +75,7 @@ def test_a_group_and_its_leaves_give_the_same_configuration(group: str, leaves: 
     assert ppo(group) == ppo(*leaves)
 
 
-def test_a_recipe_wins_over_groups_and_typed_keys_over_both() -> None:
+def test_recipes_override_defaults_and_typed_groups_and_keys_override_recipes() -> None:
     assert ppo("recipe=quickstart").algorithm.adv_estimator == "grpo"
     by_ppo = ppo("recipe=quickstart", "algorithm=ppo")
     assert by_ppo.algorithm.adv_estimator == "gae" and by_ppo.data.train_batch_size == 32
@@ -84,7 +84,7 @@ def test_a_recipe_wins_over_groups_and_typed_keys_over_both() -> None:
     assert ppo("data.train_batch_size=64", "recipe=quickstart").data.train_batch_size == 64
 
 
-def test_the_quick_start_is_the_measured_task() -> None:
+def test_quick_start_has_the_settings_of_its_published_figures() -> None:
     config = ppo("recipe=quickstart")
     actor, rollout, trainer = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout, config.trainer
     assert (config.data.train_batch_size, rollout.n, actor.ppo_mini_batch_size, actor.ppo_epochs) == (32, 8, 32, 1)
@@ -95,7 +95,7 @@ def test_the_quick_start_is_the_measured_task() -> None:
     assert (actor.fsdp_config.model_dtype, actor.fsdp_config.dtype, rollout.dtype) == ("float32", "float32", "float32")
 
 
-def test_the_megatron_root_is_the_same_tree_on_another_engine() -> None:
+def test_the_megatron_root_changes_only_the_strategy() -> None:
     named = ("--config-name=ppo_megatron_trainer",)
     tp2 = "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2"
     (config,) = jobs(*named, "recipe=quickstart", tp2)
@@ -109,7 +109,7 @@ def test_the_megatron_root_is_the_same_tree_on_another_engine() -> None:
     assert len(jobs("-m", *named, "trainer.seed=1,2", "trainer.default_local_dir=x", "trainer.dry_run=config")) == 2
 
 
-def test_the_recipes_compute_alike_on_both_engines() -> None:
+def test_recipes_compute_in_float32_on_both_engines() -> None:
     for strategy in ("fsdp", "megatron"):
         config = compose("sft_trainer", SFTConfig, ["sft_recipe=sort_digits", f"engine.strategy={strategy}"])
         assert config.engine.sharding.dtype == "float32"
@@ -117,7 +117,7 @@ def test_the_recipes_compute_alike_on_both_engines() -> None:
         assert actor.sharding.dtype == "float32"
 
 
-def test_a_role_may_leave_the_actor() -> None:
+def test_a_role_can_have_another_strategy_and_dtype_than_the_actor() -> None:
     config = ppo("actor_rollout_ref.actor.strategy=megatron", "critic.strategy=fsdp2", "critic.megatron.dtype=fp32")
     assert config.critic.sharding == config.critic.fsdp_config
     assert (config.critic.megatron.dtype, config.actor_rollout_ref.ref.megatron.dtype) == ("float32", "bfloat16")
@@ -126,14 +126,14 @@ def test_a_role_may_leave_the_actor() -> None:
         ppo("critic.megatron.dtype=fp16")
 
 
-def test_spelling_of_a_leaf_does_not_matter() -> None:
+def test_spellings_of_a_key_and_value_give_the_same_configuration() -> None:
     typed = ("critic.fsdp.model_dtype=bf16", "trainer.logger=console", "+trainer.seed=7", "data.train_files=a.parquet")
     assert ppo(*typed) == ppo(
         "critic.fsdp_config.model_dtype=bfloat16", "trainer.logger=[console]", "trainer.seed=7", "data.train_files=[a.parquet]"
     )
 
 
-def test_free_form_keys() -> None:
+def test_free_form_blocks_accept_any_key() -> None:
     config = ppo("ray_kwargs.ray_init.runtime_env.py_executable=python", "+ray_kwargs.ray_init.num_cpus=3")
     assert config.ray_kwargs.ray_init == {"runtime_env": {"py_executable": "python"}, "num_cpus": 3}
     assert ppo("ray_kwargs.ray_init={num_cpus: 3}").ray_kwargs.ray_init == {"num_cpus": 3}
@@ -156,7 +156,7 @@ def test_free_form_keys() -> None:
         ),
     ],
 )
-def test_what_hydra_refuses_is_one_line(overrides: list[str], line: str) -> None:
+def test_an_error_of_hydra_is_one_line(overrides: list[str], line: str) -> None:
     with pytest.raises(ConfigError) as caught:
         ppo(*overrides)
     assert str(caught.value) == line
@@ -169,12 +169,12 @@ def test_several_values_need_multirun() -> None:
 
 
 @pytest.mark.parametrize("flags", [["--cfg", "job", "-m"], ["--resolve"]])
-def test_flags_that_do_not_go_together(flags: list[str]) -> None:
+def test_contradictory_flags_are_refused(flags: list[str]) -> None:
     with pytest.raises(ConfigError):
         jobs(*flags)
 
 
-def test_one_job_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_single_job_changes_neither_disk_nor_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     argv, environment = sys.argv, dict(os.environ)
     (config,) = jobs("recipe=quickstart")
@@ -183,7 +183,7 @@ def test_one_job_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.Monke
     assert sys.argv is argv and dict(os.environ) == environment
 
 
-def test_what_is_asked_of_hydra_is_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_typed_hydra_keys_take_effect(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (config,) = jobs("hydra.output_subdir=asked", "trainer.default_local_dir=x-${hydra:job.config_name}")
     assert config.trainer.default_local_dir == "x-ppo_trainer" and (tmp_path / "asked/overrides.yaml").is_file()
@@ -200,8 +200,8 @@ def test_every_job_of_a_sweep_has_its_own_run_directory(tmp_path: Path, monkeypa
     }
 
 
-def test_jobs_of_a_sweep_do_not_share_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They would replace each other's checkpoints of the same step."""
+def test_jobs_of_a_sweep_have_separate_remote_directories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a shared one they would overwrite each other's checkpoints of the same step."""
     monkeypatch.chdir(tmp_path)
     asked = ("-m", "trainer.checkpoint.remote_dir=s3://bucket/grid", "trainer.seed=4,5", "trainer.dry_run=config")
     assert [one.trainer.checkpoint.remote_dir for one in jobs(*asked)] == ["s3://bucket/grid/0", "s3://bucket/grid/1"]
@@ -209,7 +209,7 @@ def test_jobs_of_a_sweep_do_not_share_copies(tmp_path: Path, monkeypatch: pytest
 
 
 @pytest.mark.parametrize("typed", ["trainer.default_local_dir=a,b", "trainer.default_local_dir=x-${hydra:job.num}"])
-def test_a_sweep_that_names_its_directories_keeps_them(typed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sweep_over_run_directories_keeps_their_names(typed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     directories = {config.trainer.default_local_dir for config in jobs("-m", typed, "trainer.seed=1,2", "trainer.dry_run=config")}
     assert directories == ({"a", "b"} if "," in typed else {"x-0", "x-1"})
@@ -221,7 +221,7 @@ def write(path: Path, text: str) -> None:
     path.write_text(text)
 
 
-def test_what_hydra_writes_is_without_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_of_hydra_contain_no_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     kwargs = "reward: {custom_reward_function: {reward_kwargs: {api_token: s3cret, url: 'http://me:s3cret@host'}}}"
     write(tmp_path / "mine/own.yaml", f"defaults: [ppo_trainer, _self_]\n{kwargs}\n")
@@ -234,7 +234,7 @@ def test_what_hydra_writes_is_without_secrets(tmp_path: Path, monkeypatch: pytes
     assert "***" in (tmp_path / "run/multirun.yaml").read_text()
 
 
-def test_a_configuration_of_the_users_own(tmp_path: Path) -> None:
+def test_a_users_configuration_extends_a_built_in_one(tmp_path: Path) -> None:
     write(
         tmp_path / "mine.yaml",
         "defaults: [ppo_trainer, _self_]\n"
@@ -249,7 +249,7 @@ def test_a_configuration_of_the_users_own(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "message"),
     [
         (
             "defaults: [ppo_trainer, _self_]\ntrainer: {sede: 9}\n",
@@ -259,7 +259,7 @@ def test_a_configuration_of_the_users_own(tmp_path: Path) -> None:
         ("defaults: [ppo_trainer, _self_]\ndata: {custom_cls: {path: x}}\n", "write the data as parquet"),
     ],
 )
-def test_mistakes_in_a_configuration_of_the_users_own(text: str, told: str, tmp_path: Path) -> None:
+def test_a_mistake_in_a_users_configuration_is_an_error_of_one_line(text: str, message: str, tmp_path: Path) -> None:
     write(tmp_path / "mine.yaml", text)
     seen: list[Any] = []
 
@@ -269,21 +269,21 @@ def test_mistakes_in_a_configuration_of_the_users_own(text: str, told: str, tmp_
         seen.append(str(caught.value))
 
     run_jobs(normalise(["--config-dir", str(tmp_path), "--config-name", "mine"], PPOConfig, "ppo_trainer"), "ppo_trainer", job)
-    assert len(seen) == 1 and told in seen[0] and "\n" not in seen[0]
+    assert len(seen) == 1 and message in seen[0] and "\n" not in seen[0]
 
 
-def test_recipes_of_the_users_own(tmp_path: Path) -> None:
+def test_a_users_recipe_extends_a_built_in_one(tmp_path: Path) -> None:
     write(tmp_path / "recipe/mine.yaml", "# @package _global_\ndefaults: [quickstart]\ntrainer: {seed: 9}\n")
     (config,) = jobs("--config-dir", str(tmp_path), "recipe=mine")
     assert config.trainer.seed == 9 and config.actor_rollout_ref.rollout.n == 8
 
 
-def test_a_directory_that_is_not_there() -> None:
+def test_a_missing_config_dir_is_an_error() -> None:
     with pytest.raises(ConfigError, match="not found"):
         jobs("--config-dir", "nowhere")
 
 
-def test_slurm_is_asked_for_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slurm_sweep_without_slurm_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
     command = normalise(["--multirun", "hydra/launcher=submitit_slurm", "trainer.seed=1,2"], PPOConfig, "ppo_trainer")
     with pytest.raises(ConfigError, match="srun is not available on this machine; use a login node"):

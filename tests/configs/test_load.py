@@ -1,4 +1,4 @@
-"""From a composed tree to a typed configuration, or one line that says why not."""
+"""Conversion of a composed tree to a typed configuration, and one-line errors."""
 
 import dataclasses
 import os
@@ -24,7 +24,7 @@ def with_value(tree: dict[str, Any], key: str, value: Any) -> dict[str, Any]:
 
 
 def loaded(tree: dict[str, Any], key: str, value: Any) -> Any:
-    """What ``key`` is once ``value`` has been loaded."""
+    """Value of ``key`` after ``value`` has been loaded."""
     node: Any = load_ppo(with_value(tree, key, value))
     for name in key.split("."):
         node = dataclasses.asdict(node)[name] if dataclasses.is_dataclass(node) and not isinstance(node, type) else node[name]
@@ -37,7 +37,7 @@ def complaint(tree: dict[str, Any], key: str, value: Any) -> str:
     return str(caught.value)
 
 
-def test_a_configuration_loads_to_itself(defaults: dict[str, Any]) -> None:
+def test_a_loaded_configuration_equals_its_tree_and_is_frozen(defaults: dict[str, Any]) -> None:
     config = load_ppo(defaults)
     assert dataclasses.asdict(config) == defaults
     with pytest.raises(dataclasses.FrozenInstanceError):
@@ -64,7 +64,7 @@ def test_a_configuration_loads_to_itself(defaults: dict[str, Any]) -> None:
         ("ray_kwargs.ray_init", {"runtime_env": {"env_vars": {"A": "1"}}}, {"runtime_env": {"env_vars": {"A": "1"}}}),
     ],
 )
-def test_values_that_work(defaults: dict[str, Any], key: str, value: Any, result: Any) -> None:
+def test_valid_values_are_converted(defaults: dict[str, Any], key: str, value: Any, result: Any) -> None:
     found = loaded(defaults, key, value)
     assert found == result and type(found) is type(result)
 
@@ -102,24 +102,24 @@ def test_values_that_work(defaults: dict[str, Any], key: str, value: Any, result
         ("trainer.project_name", "${nope}", "trainer.project_name: Interpolation key 'nope' not found; refer to an existing key"),
     ],
 )
-def test_values_that_do_not_work_are_told_in_one_line(defaults: dict[str, Any], key: str, value: Any, line: str) -> None:
+def test_an_invalid_value_is_an_error_of_one_line(defaults: dict[str, Any], key: str, value: Any, line: str) -> None:
     assert complaint(defaults, key, value) == line
 
 
-def test_all_problems_are_told_at_once(defaults: dict[str, Any]) -> None:
+def test_all_problems_are_reported_together(defaults: dict[str, Any]) -> None:
     tree = with_value(with_value(defaults, "trainer.seed", "x"), "data.seed", "y")
     with pytest.raises(ConfigError) as caught:
         load_ppo(tree)
     assert [line.split("=")[0] for line in str(caught.value).splitlines()] == ["data.seed", "trainer.seed"]
 
 
-def test_a_missing_key_and_a_configuration_that_is_not_built_on_ours(defaults: dict[str, Any]) -> None:
+def test_a_missing_key_and_a_configuration_without_a_built_in_base_are_refused(defaults: dict[str, Any]) -> None:
     trainer = {name: value for name, value in defaults["trainer"].items() if name != "seed"}
     assert complaint(defaults, "trainer", trainer) == "trainer.seed: missing; set a value"
     with pytest.raises(ConfigError, match="must extend a built-in one; add `defaults: "):
         load_ppo({"trainer": {"seed": 1}})
 
 
-def test_the_supervised_configuration_loads() -> None:
+def test_a_supervised_configuration_equals_its_tree() -> None:
     tree = dataclasses.asdict(compose("sft_trainer", SFTConfig))
     assert dataclasses.asdict(load_sft(tree)) == tree

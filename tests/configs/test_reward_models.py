@@ -12,7 +12,7 @@ def reward(*overrides: str) -> RewardConfig:
     return compose("ppo_trainer", PPOConfig, overrides).reward
 
 
-def test_what_an_entry_does_not_say_is_as_in_the_defaults() -> None:
+def test_missing_keys_of_an_entry_are_taken_from_the_defaults() -> None:
     config = reward(
         "reward.models={a: {path: x, weight: 0.5, fsdp_config: {param_offload: true}}}",
         "reward.models.b={path: ~/y, clip: [-1, 1]}".replace("~", "'~").replace("y,", "y',"),
@@ -28,7 +28,7 @@ def test_what_an_entry_does_not_say_is_as_in_the_defaults() -> None:
     assert (b.weight, b.clip, b.strategy) == (1.0, (-1.0, 1.0), "megatron") and not str(b.path).startswith("~")
 
 
-def test_the_short_form_is_one_more() -> None:
+def test_the_short_form_adds_a_model() -> None:
     assert reward_models(reward()) == {} == reward_models(reward("reward.reward_model.path=x"))
     for words in (
         ("reward.reward_model.enable=true", "reward.reward_model.model_path=x"),
@@ -42,7 +42,7 @@ def test_the_short_form_is_one_more() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         (["reward.models.a.pth=x"], "reward.models.a.pth: there is no such key; did you mean path?"),
         (["reward.models.a.fsdp_config.dtyp=x"], "reward.models.a.fsdp_config.dtyp: there is no such key; did you mean fsdp_c"),
@@ -60,10 +60,10 @@ def test_the_short_form_is_one_more() -> None:
         ),
     ],
 )
-def test_what_is_wrong_is_told_under_the_key_that_was_typed(words: list[str], told: str) -> None:
+def test_an_error_names_the_typed_key(words: list[str], message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         reward_models(reward(*words))
-    assert str(caught.value).startswith(told) and "\n" not in str(caught.value)
+    assert str(caught.value).startswith(message) and "\n" not in str(caught.value)
 
 
 def test_each_wrong_entry_has_its_line() -> None:

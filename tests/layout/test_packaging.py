@@ -1,4 +1,4 @@
-"""What a user installs: one version, every package, every data file, every command."""
+"""Contents of an installation: one version, every package, every data file, every command."""
 
 import pkgutil
 import subprocess
@@ -42,8 +42,8 @@ def test_every_folder_with_code_is_a_package() -> None:
     assert [str(folder) for folder in folders if not (folder / "__init__.py").is_file()] == []
 
 
-def test_a_users_folder_does_not_hide_ours(tmp_path: Path) -> None:
-    """A folder `configs` of YAML files is common where people work; without __init__.py it must not win over ours."""
+def test_a_folder_of_the_user_does_not_hide_a_package(tmp_path: Path) -> None:
+    """Users often have a folder `configs` of YAML files; without __init__.py it must not shadow the package."""
     for package in PACKAGES:
         (tmp_path / package).mkdir()
     command = [sys.executable, "-c", "import configs, workers; print(configs.__file__, workers.__file__)"]
@@ -51,13 +51,13 @@ def test_a_users_folder_does_not_hide_ours(tmp_path: Path) -> None:
     assert done.stdout.split() == [str(ROOT / "configs/__init__.py"), str(ROOT / "workers/__init__.py")]
 
 
-def test_it_is_cited_by_its_version() -> None:
+def test_citation_has_the_current_version() -> None:
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     version = read_attr(SETUPTOOLS["dynamic"]["version"]["attr"], root_dir=ROOT)
-    assert {"cff-version", "message", "title", "authors"} <= citation.keys(), "what the format asks for"
+    assert {"cff-version", "message", "title", "authors"} <= citation.keys(), "required by the format"
     assert (citation["version"], citation["license"]) == (version, PYPROJECT["project"]["license"])
 
 
 @pytest.mark.parametrize("target", PYPROJECT["project"]["scripts"].values())
-def test_console_scripts_name_what_can_be_called(target: str) -> None:
+def test_console_scripts_name_callables(target: str) -> None:
     assert callable(pkgutil.resolve_name(target))

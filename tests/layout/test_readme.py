@@ -1,4 +1,4 @@
-"""What the pages say can be typed can be typed: commands are run, or composed as far as can be; links lead somewhere."""
+"""Commands, Python and links of the pages: commands run, or their configuration composes; links have a target."""
 
 import ast
 import importlib
@@ -35,28 +35,28 @@ from trainer.algorithms.advantages import ADVANTAGES
 from trainer.algorithms.policy_losses import POLICY_LOSSES
 from trainer.main_translate import translate
 
-# How a command begins that no test runs -> why.
+# Start of a command that no test runs -> why.
 NOT_RUN = {
     ".venv/bin/pre-commit install": "changes the clone's hooks",
     "bash": "runs what the line before it has written",
     "cp": "tests/examples/test_plain_engine.py does",
-    "git": "wants a network, or changes the clone",
+    "git": "needs a network, or changes the clone",
     "mkdocs": "tests/scripts/test_docs_site.py builds the site",
     "pip install": "changes the environment",
-    "pytest": "tests run themselves; that the file is there is checked",
-    "ray": "a cluster of somebody's; what is submitted to it is composed",
-    "sbatch": "wants Slurm",
+    "pytest": "tests run themselves; the file must exist",
+    "ray": "needs a cluster; the submitted command is composed",
+    "sbatch": "needs Slurm",
     "source": "enters the environment",
-    "tensorboard": "serves until it is ended",
+    "tensorboard": "serves until it is stopped",
 }
-# Page -> where all its commands and its Python are run.
+# Page -> the test that runs all its commands and its Python.
 RUN_ELSEWHERE = {"docs/how_to/engine.md": "tests/examples/test_plain_engine.py"}
-# Page -> why its Python is compiled, and not run.
+# Page -> why its Python is only compiled.
 COMPILED = {
     "docs/coming_from_openrlhf.md": "it downloads",
     "docs/python_api.md": "it trains, as tests/trainer/cli/test_api.py does",
 }
-# Module -> what stands for the hub.
+# Module -> a row that replaces the hub's data.
 RAW = {
     "data_preprocess.gsm8k": {"question": "1 + 1?", "answer": "Two. #### 2"},
     "data_preprocess.math_dataset": {"problem": "1 + 1?", "solution": r"\boxed{2}", "level": "Level 1", "type": "Algebra"},
@@ -79,7 +79,7 @@ def blocks(page: str, *languages: str) -> list[str]:
 
 
 def lines(page: str) -> Iterator[str]:
-    """Of fenced blocks of shell, all; of indented blocks, those that begin with a program; of inline code, our programs'."""
+    """Command lines of a page: all of fenced shell blocks, those of indented blocks and inline code that start with a program."""
     for block in blocks(page, "bash", "sh", "console"):
         for line in block.replace("\\\n", " ").splitlines():
             yield line.strip().removeprefix("$ ")
@@ -91,8 +91,8 @@ def lines(page: str) -> Iterator[str]:
 
 
 def commands(page: str) -> list[list[str]]:
-    """The words of every command: without comments, variables before it, what follows a pipe or a redirection, and `...`, which
-    stands for the reader's own."""
+    """Words of every command, without comments, variables before it, pipes, redirections, and `...`, which replaces the reader's
+    arguments."""
     split = (shlex.split(line, comments=True) for line in lines(page))
     bare = (list(dropwhile(lambda word: re.match(r"[A-Z_]+=", word) or word == "exec", words)) for words in split)
     cut = (list(takewhile(lambda word: not re.match(r"[12]?>|\||<", word), words)) for words in bare)
@@ -100,9 +100,11 @@ def commands(page: str) -> list[list[str]]:
 
 
 COMMANDS = [(page, words) for page in PAGES if page not in RUN_ELSEWHERE for words in commands(page)]
-OURS = [words for _, words in COMMANDS if words[1:2] == ["-m"] and words[2] in PROGRAMS]
-OURS += [words[words.index("--") + 1 :] for _, words in COMMANDS if words[:3] == ["ray", "job", "submit"]]
-OURS += [["python", "-m", name, *shlex.split(said)] for name, program in PROGRAMS.items() for said in program.examples]  # --help
+PROGRAM_COMMANDS = [words for _, words in COMMANDS if words[1:2] == ["-m"] and words[2] in PROGRAMS]
+PROGRAM_COMMANDS += [words[words.index("--") + 1 :] for _, words in COMMANDS if words[:3] == ["ray", "job", "submit"]]
+PROGRAM_COMMANDS += [
+    ["python", "-m", name, *shlex.split(line)] for name, program in PROGRAMS.items() for line in program.examples
+]
 
 
 def distinct(found: list[list[str]]) -> list[list[str]]:
@@ -110,8 +112,8 @@ def distinct(found: list[list[str]]) -> list[list[str]]:
 
 
 @pytest.fixture
-def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty working directory, but for examples/ and a scorer that --help names."""
+def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working directory with examples/ and a scorer that --help names."""
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     (tmp_path / "my_rewards.py").write_text("def helpful(**answer):\n    return 0.0\n")
     monkeypatch.chdir(tmp_path)
@@ -119,9 +121,9 @@ def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("words", distinct(OURS), ids=" ".join)
-def test_training_commands_compose(words: list[str], desk: Path) -> None:
-    """Without a launcher: one that submits jobs wants its cluster. Of a search, two trials."""
+@pytest.mark.parametrize("words", distinct(PROGRAM_COMMANDS), ids=" ".join)
+def test_training_commands_compose(words: list[str], workspace: Path) -> None:
+    """Without a launcher, which needs its cluster; with two trials of a search."""
     if any(word.startswith("hydra/launcher=") for word in words):
         words = [word for word in words if not word.startswith(("hydra/launcher", "hydra.launcher."))]
     words = [re.sub(r"^(hydra.sweeper.n_trials)=\d+", r"\1=2", word) for word in words]
@@ -131,7 +133,7 @@ def test_training_commands_compose(words: list[str], desk: Path) -> None:
 @pytest.mark.parametrize(
     "words", distinct([words for _, words in COMMANDS if words[0].removeprefix("scripts/") in EXPERIMENTS]), ids=" ".join
 )
-def test_experiments_compose(words: list[str], desk: Path) -> None:
+def test_experiments_compose(words: list[str], workspace: Path) -> None:
     _, module, *arguments = started_by(words[0].removeprefix("scripts/"), *words[1:], "trainer.dry_run=config")
     assert PROGRAMS[module](arguments) == 0
 
@@ -140,25 +142,25 @@ MADE_HERE = [words for _, words in COMMANDS if " ".join(words).startswith(("pyth
 
 
 @pytest.mark.parametrize("words", distinct(MADE_HERE), ids=" ".join)
-def test_data_is_written(words: list[str], desk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_data_is_written(words: list[str], workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if words[1] == "-m":
         raw = RAW.get(words[2])
         for split in ("train", "test") if raw else ():
-            (desk / f"{split}.jsonl").write_text(json.dumps(raw))
-        importlib.import_module(words[2]).main([*words[3:], *([f"--local_dataset_path={desk}"] if raw else [])])
+            (workspace / f"{split}.jsonl").write_text(json.dumps(raw))
+        importlib.import_module(words[2]).main([*words[3:], *([f"--local_dataset_path={workspace}"] if raw else [])])
     else:
         monkeypatch.setattr(sys, "argv", words[1:])
         runpy.run_path(str(ROOT / words[1]), run_name="__main__")
-    assert [*desk.rglob("*.parquet")] or [*desk.rglob("*.safetensors")]
+    assert [*workspace.rglob("*.parquet")] or [*workspace.rglob("*.safetensors")]
 
 
 @pytest.mark.parametrize(("page", "words"), COMMANDS, ids=lambda value: value if isinstance(value, str) else " ".join(value))
-def test_nothing_is_typed_that_is_not_there(page: str, words: list[str]) -> None:
-    """Every command is one of a kind that a test here runs or composes, or begins as one of NOT_RUN does."""
-    said, program = " ".join(words), words[0]
+def test_every_command_exists(page: str, words: list[str]) -> None:
+    """Every command is run or composed by a test of this file, or starts like one of NOT_RUN."""
+    line, program = " ".join(words), words[0]
     if program == "python" and words[1] == "-m":
         known = [*PROGRAMS, "trainer.report", "trainer.main_compare", "trainer.main_translate"]
-        assert words[2] in known or words[2].startswith("data_preprocess."), said
+        assert words[2] in known or words[2].startswith("data_preprocess."), line
         assert importlib.util.find_spec(words[2]) is not None
         if words[2] == "trainer.main_translate":
             assert translate(words[3:]) == 0
@@ -167,26 +169,25 @@ def test_nothing_is_typed_that_is_not_there(page: str, words: list[str]) -> None
         flags = [word.partition("=")[0] for word in words[2:] if word.startswith("--")]
         assert (ROOT / words[1]).is_file() and [flag for flag in flags if flag.removeprefix("--") not in sources] == []
     elif program == "python":
-        assert words in MADE_HERE, said
+        assert words in MADE_HERE, line
     elif program.startswith("scripts/"):
-        assert (ROOT / program).stat().st_mode & 0o111, f"{page}: {program} is not there, or not executable"
+        assert (ROOT / program).stat().st_mode & 0o111, f"{page}: {program} does not exist, or is not executable"
         subprocess.run(["bash", "-n", ROOT / program], check=True)
     else:
-        assert said.startswith(tuple(NOT_RUN)), f"{page}: {said}: what is it, and which test runs it?"
+        assert line.startswith(tuple(NOT_RUN)), f"{page}: {line}: unknown program; add it to NOT_RUN, or a test that runs it"
         files = [word.partition("::")[0] for word in words[1:] if word.startswith("tests/")]
         assert [file for file in files if not (ROOT / file).exists()] == []
 
 
-def test_the_commands_are_found() -> None:
-    """In a fenced block, in an indented one, and in a line of text."""
+def test_commands_are_found_in_fenced_and_indented_blocks_and_inline() -> None:
     assert ("README.md", ["scripts/quickstart.sh"]) in COMMANDS
     assert ("docs/performance.md", ["python", "scripts/bench/context.py", "predict"]) in COMMANDS
     assert ("docs/examples.md", ["python", "-m", "trainer.main_ppo", "recipe=quickstart", "algorithm=ppo"]) in COMMANDS
-    assert len(OURS) > 50 and len(MADE_HERE) > 3
+    assert len(PROGRAM_COMMANDS) > 50 and len(MADE_HERE) > 3
 
 
 PYTHON = [(page, code) for page in PAGES for code in blocks(page, "python")]
-# Page -> what holds after its Python has run.
+# Page -> assertions to run after its Python.
 THEN = {
     "CONTRIBUTING.md": """
 import torch
@@ -206,18 +207,18 @@ assert loss.item() == 0.0 and metrics["actor/pg_clipfrac"] == 0.0
 }
 
 
-def test_the_pages_python_compiles() -> None:
+def test_python_of_the_pages_compiles() -> None:
     for page, code in PYTHON:
         compile(code, page, "exec")
     assert {page for page, _ in PYTHON} >= {"docs/how_to/reward.md", "docs/how_to/algorithm.md", "docs/how_to/data_set.md"}
 
 
-def test_the_pages_python_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each block by itself, in a process of its own for all: some register a name."""
+def test_python_of_the_pages_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each block separately, all in another process, because some register a name."""
     runnable = [(page, code + THEN.get(page, "")) for page, code in PYTHON if page not in COMPILED and page not in RUN_ELSEWHERE]
     assert {page for page, _ in runnable} >= THEN.keys()
     monkeypatch.chdir(tmp_path)
-    with ProcessPoolExecutor(1, get_context("fork")) as pool:  # which has what is imported here
+    with ProcessPoolExecutor(1, get_context("fork")) as pool:  # fork: the imports of this file are loaded
         pool.submit(run_all, runnable).result()
 
 
@@ -226,25 +227,25 @@ def run_all(codes: list[tuple[str, str]]) -> None:
         exec(compile(code, page, "exec"), {"__name__": page})
 
 
-def test_code_of_the_examples_is_that_of_their_files() -> None:
+def test_python_of_the_how_to_pages_is_from_examples() -> None:
     examples = [path.read_text() for path in (ROOT / "examples").glob("*.py")]
     for page in ("docs/how_to/reward.md", "docs/how_to/algorithm.md"):
         assert [code for code in blocks(page, "python") if not any(code in text for text in examples)] == []
 
 
-def test_what_troubleshooting_quotes_is_said_somewhere() -> None:
-    """Its messages are this program's, to the letter; … stands for what differs."""
-    said = {" ".join(message.split()) for path in python_files() for message in messages(parse(path))}
-    said |= {(ROOT / "scripts/setup_env.sh").read_text()}
+def test_messages_quoted_by_troubleshooting_exist() -> None:
+    """Quoted literally; … replaces what varies."""
+    existing = {" ".join(message.split()) for path in python_files() for message in messages(parse(path))}
+    existing |= {(ROOT / "scripts/setup_env.sh").read_text()}
     page = (ROOT / "docs/troubleshooting.md").read_text()
     cells = [line.split("|")[1] for line in page.splitlines() if line.startswith("| ")]
     quotes = [quote for cell in cells for quote in re.findall(r"`([^`]+ [^`]+)`", cell) if not quote.startswith("pip ")]
     assert len(quotes) > 20
-    assert [quote for quote in quotes if not any(quote.strip("… ") in message for message in said)] == []
+    assert [quote for quote in quotes if not any(quote.strip("… ") in message for message in existing)] == []
 
 
 def messages(tree: ast.Module) -> Iterator[str]:
-    """Strings of a program, with … for what is put in."""
+    """String literals of a module, with … for formatted values."""
     for node in ast.walk(tree):
         if isinstance(node, ast.JoinedStr):
             yield "".join(part.value if isinstance(part, ast.Constant) else "…" for part in node.values)
@@ -253,7 +254,7 @@ def messages(tree: ast.Module) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_links_lead_somewhere(page: str) -> None:
+def test_targets_of_links_exist(page: str) -> None:
     targets = re.findall(r"\]\((?!https?://|#)([^)#\s]+)", (ROOT / page).read_text())
     assert [target for target in targets if not (ROOT / page).parent.joinpath(target).exists()] == []
 
@@ -264,6 +265,6 @@ def test_paths_in_prose_exist(page: str) -> None:
     assert [path for path in paths if not (ROOT / path).exists()] == []
 
 
-def test_every_method_is_on_the_page() -> None:
+def test_every_method_is_on_the_algorithms_page() -> None:
     page = (ROOT / "docs/algorithms.md").read_text()
     assert [name for name in (*ADVANTAGES, *POLICY_LOSSES, *get_args(AggMode)) if f"`{name}`" not in page] == []

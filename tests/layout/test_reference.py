@@ -1,4 +1,4 @@
-"""docs/reference/metrics.md has a row for every metric, docs/reference/run_directory.md one for every file of a run."""
+"""Rows of docs/reference/metrics.md for every metric, and of docs/reference/run_directory.md for every file of a run."""
 
 import re
 from pathlib import Path
@@ -17,8 +17,8 @@ PREFIXES = (
 )  # fmt: skip
 NAME = re.compile(rf"(?:{'|'.join(PREFIXES)})/[\w…@/-]+")
 SUFFIXES = ("", "/mean", "_p50")
-"""What code appends to a name: statistics of a spread, percentiles of a sample."""
-# Strings of this form that are no metrics -> what they are.
+"""Suffixes that code appends to a name: statistics of a spread, percentiles of a sample."""
+# Strings of this form that are no metrics -> their meaning.
 OTHER = {
     "reward/…": "a reward model's role",
     "actor/read": "a part of the start",
@@ -40,19 +40,19 @@ RUN = (
 
 
 def rows(page: str) -> list[str]:
-    """First cells of all rows but those of tables that compare with verl, which may hold several names."""
+    """First cells of all rows, except in tables that compare with verl, whose cells may have several names."""
     text = (ROOT / "docs/reference" / page).read_text(encoding="utf-8").partition("## Same name as in verl")[0]
     return re.findall(r"^\| `([^`]+)` \|", text, re.MULTILINE)
 
 
 def patterns(page: str) -> re.Pattern[str]:
-    """Matches what a row names; <...> stands for any text."""
+    """Pattern of the names in the rows; <...> matches any text."""
     parts = (".+".join(map(re.escape, re.split(r"<[^>]+>", row))) for row in rows(page))
     return re.compile("|".join(part + ".*" * part.endswith("/") for part in parts))
 
 
 def in_the_code() -> set[str]:
-    """Metric names and templates (with … for what is put in) among the strings of trainer/ and workers/."""
+    """Metric names and templates (with … for formatted values) among the strings of trainer/ and workers/."""
     texts = (text for path in python_files("trainer", "workers") for text in messages(parse(path)))
     return {text for text in texts if NAME.fullmatch(text) and not text.endswith("/")} - OTHER.keys()
 

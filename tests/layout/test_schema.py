@@ -1,4 +1,4 @@
-"""configs/schema: types and checks, no defaults. YAML is the only home of a default."""
+"""configs/schema: types and checks, no defaults. Defaults are set only in YAML."""
 
 import ast
 

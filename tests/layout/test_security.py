@@ -1,4 +1,4 @@
-"""What docs/security.md promises and a look at the source can hold: no pickle from disk, no code that nobody asked for."""
+"""Promises of docs/security.md that the source can prove: no pickle from disk, no model code without its key."""
 
 import ast
 from pathlib import Path
@@ -9,26 +9,26 @@ import yaml
 from tests.layout.source import PACKAGES, ROOT, parse, python_files
 
 TREES = (*PACKAGES, "scripts")
-# Calls that run code of what they read. Modules whole, or single functions.
+# Calls that can execute code in the data that they read: whole modules, or single functions.
 LOADERS = {
     "pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve", "torch.load", "torch.jit.load", "torch.hub.load",
     "numpy.load", "yaml.load", "yaml.load_all", "yaml.unsafe_load", "yaml.full_load", "pandas.read_pickle", "eval", "exec",
 }  # fmt: skip
-# (file, call) -> where the bytes come from.
+# (file, call) -> the source of the bytes.
 ALLOWED = {
-    ("trainer/data/processes.py", "pickle.load"): "rows and tokens, between a process and those that it started",
+    ("trainer/data/processes.py", "pickle.load"): "rows and tokens, between a process and its children",
     ("workers/controller/rpc.py", "pickle.loads"): "Ray, between processes of one run",
-    ("trainer/rewards/pool/worker.py", "pickle.load"): "the socket that its parent made for it",
-    ("configs/compat/translate.py", "yaml.load"): "our own YAML, by a safe loader",
-    ("configs/compat/openrlhf/script.py", "yaml.load"): "our own YAML, by a safe loader",
-    ("trainer/rewards/sandbox/sandbox.py", "exec"): "the answer to be scored, confined (trainer/rewards/sandbox/seccomp.py)",
-    ("trainer/rewards/sandbox/assertions.py", "exec"): "the data set's assertions, confined alike",
+    ("trainer/rewards/pool/worker.py", "pickle.load"): "a socket made by its parent",
+    ("configs/compat/translate.py", "yaml.load"): "YAML of this repository, by a safe loader",
+    ("configs/compat/openrlhf/script.py", "yaml.load"): "YAML of this repository, by a safe loader",
+    ("trainer/rewards/sandbox/sandbox.py", "exec"): "the response to be scored, confined (trainer/rewards/sandbox/seccomp.py)",
+    ("trainer/rewards/sandbox/assertions.py", "exec"): "the data set's assertions, confined in the same way",
 }
 WRITERS = {"dumps", "dump", "Pickler", "PickleBuffer", "register_pickle_by_value"}
 
 
 def calls(path: Path) -> list[tuple[str, ast.Call]]:
-    """(name as it would be without an alias, call) of every call in a file."""
+    """(name with aliases resolved, call) of every call in a file."""
     aliases: dict[str, str] = {}
     for node in ast.walk(parse(path)):
         if isinstance(node, ast.Import):
@@ -48,7 +48,7 @@ def loads_code(name: str) -> bool:
     return name in LOADERS or (module in LOADERS and function not in WRITERS)
 
 
-def test_the_rule_knows_a_loader_by_any_name(tmp_path: Path) -> None:
+def test_loaders_are_found_under_an_alias(tmp_path: Path) -> None:
     file = tmp_path / "sly.py"
     file.write_text(
         "import numpy as np\nfrom torch import load as read\nread('x')\nnp.load('x')\nimport pickle\npickle.dumps(1)\n"
@@ -56,7 +56,7 @@ def test_the_rule_knows_a_loader_by_any_name(tmp_path: Path) -> None:
     assert [name for name, _ in calls(file) if loads_code(name)] == ["torch.load", "numpy.load"]
 
 
-def test_nothing_that_is_read_runs_code() -> None:
+def test_no_other_call_executes_data() -> None:
     found = {(str(path), name) for path in python_files(*TREES) for name, _ in calls(path) if loads_code(name)}
     assert found == ALLOWED.keys()
 
@@ -71,8 +71,8 @@ def test_no_command_goes_through_a_shell() -> None:
     assert shells == []
 
 
-def test_a_models_own_code_runs_only_where_its_key_says_so() -> None:
-    """Every loader is told, and is told what the configuration says."""
+def test_code_of_a_model_runs_only_if_its_key_is_set() -> None:
+    """Every loader gets trust_remote_code from the configuration."""
     silent, otherwise = [], []
     for path in python_files(*PACKAGES):
         for name, call in calls(path):
@@ -85,19 +85,19 @@ def test_a_models_own_code_runs_only_where_its_key_says_so() -> None:
         for node in ast.walk(parse(path)):
             if isinstance(node, ast.Dict):
                 pairs = zip(node.keys, node.values, strict=True)
-                said = [value for key, value in pairs if isinstance(key, ast.Constant) and key.value == "trust_remote_code"]
-                otherwise += [f"{path}:{v.lineno}" for v in said if not ast.unparse(v).endswith("trust_remote_code")]
+                values = [value for key, value in pairs if isinstance(key, ast.Constant) and key.value == "trust_remote_code"]
+                otherwise += [f"{path}:{v.lineno}" for v in values if not ast.unparse(v).endswith("trust_remote_code")]
     assert [place for place in silent if not place.startswith("data_preprocess/")] == []
     assert otherwise == []
 
 
 @pytest.mark.parametrize("root", sorted(path.name for path in (ROOT / "configs").glob("*.yaml")))
-def test_a_models_own_code_is_off_by_default(root: str) -> None:
+def test_code_of_a_model_is_off_by_default(root: str) -> None:
     text = (ROOT / "configs" / root).read_text()
     lines = [line for line in text.splitlines() if line.strip().startswith("trust_remote_code:")]
     assert all(line.split("#")[0].split(":")[1].strip() == "false" for line in lines)
     assert root == "compat.yaml" or yaml.safe_load(text)
 
 
-def test_security_has_its_pages() -> None:
+def test_security_policy_links_its_page() -> None:
     assert "docs/security.md" in (ROOT / "SECURITY.md").read_text()

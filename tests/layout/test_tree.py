@@ -1,4 +1,4 @@
-"""The shape of the source tree: shelves, what may import what, and how much a folder or a class may hold."""
+"""Rules of the source tree: folders, imports between them, and sizes of folders and classes."""
 
 import ast
 from collections import Counter, defaultdict
@@ -42,7 +42,7 @@ def module_graph() -> dict[str, set[str]]:
 
 
 def folders_of(graph: Mapping[str, set[str]], home: Mapping[str, Path]) -> dict[Path, set[Path]]:
-    """Which folder imports modules of which other."""
+    """{folder: other folders whose modules it imports}."""
     found: dict[Path, set[Path]] = defaultdict(set)
     for module, imported in graph.items():
         if home[module].name.startswith("main_"):  # an entry point: nothing imports it
@@ -77,18 +77,18 @@ def test_two_folders_never_import_each_other() -> None:
     assert mutual(folders_of(module_graph(), modules())) == []
 
 
-def test_no_module_imports_itself_through_others() -> None:
+def test_modules_have_no_import_cycle() -> None:
     assert cycle_in(module_graph()) == []
 
 
-def test_the_rules_see_a_circle_and_a_mutual_import() -> None:
+def test_the_rules_find_a_cycle_and_a_mutual_import() -> None:
     home = {"a.x": Path("a/x.py"), "a.y": Path("a/y.py"), "b.z": Path("b/z.py")}
     graph = {"a.x": {"b.z"}, "b.z": {"a.y"}, "a.y": set[str]()}
     assert cycle_in(graph) == [] and mutual(folders_of(graph, home)) == [("a", "b")]
     assert set(cycle_in(graph | {"a.y": {"a.x"}})) == {"a.x", "a.y", "b.z"}
 
 
-def test_run_is_the_ground_floor_of_trainer() -> None:
+def test_run_imports_nothing_else_of_trainer() -> None:
     found = {
         str(path): [name for name in imported_modules(path) if name.startswith("trainer") and not name.startswith("trainer.run")]
         for path in python_files("trainer/run")

@@ -1,4 +1,4 @@
-"""Turns of several test processes."""
+"""Exclusive and shared turns of several test processes (tests/turns.py)."""
 
 import json
 import multiprocessing
@@ -37,7 +37,7 @@ def test_after(noted):
 """
 
 
-def test_only_who_is_not_alone_has_others_beside_it(tmp_path: Path) -> None:
+def test_no_other_test_runs_during_one_marked_alone(tmp_path: Path) -> None:
     notes = tmp_path / "notes"
     for name in ("test_a.py", "test_b.py"):
         (tmp_path / name).write_text(TESTS.format(notes=notes))
@@ -46,14 +46,14 @@ def test_only_who_is_not_alone_has_others_beside_it(tmp_path: Path) -> None:
     run = subprocess.run([sys.executable, "-m", "pytest", *options, tmp_path], cwd=ROOT, capture_output=True, text=True)
     assert run.returncode == 0, run.stdout
     times = [json.loads(line) for line in notes.read_text().splitlines()]
-    beside: dict[str, list[int]] = {}
+    concurrent: dict[str, list[int]] = {}
     for name, begun, end in times:
         others = sum(begun < other_end and other_begun < end for _, other_begun, other_end in times) - 1
-        beside.setdefault(name, []).append(others)
-    assert len(times) == 10 and beside.pop("test_alone") == [0, 0] and any(map(any, beside.values()))
+        concurrent.setdefault(name, []).append(others)
+    assert len(times) == 10 and concurrent.pop("test_alone") == [0, 0] and any(map(any, concurrent.values()))
 
 
-def test_who_waits_to_be_alone_comes_before_those_that_come_later(tmp_path: Path) -> None:
+def test_a_waiting_exclusive_turn_precedes_later_shared_ones(tmp_path: Path) -> None:
     came, leave = [], {name: Event() for name in ("first", "second", "alone", "later")}
 
     def go(name: str) -> None:
@@ -81,7 +81,7 @@ def test_who_waits_to_be_alone_comes_before_those_that_come_later(tmp_path: Path
     assert came == ["first", "second", "alone", "later"]
 
 
-def test_what_was_forked_holds_nobody_up(tmp_path: Path) -> None:
+def test_a_forked_process_does_not_keep_the_turn(tmp_path: Path) -> None:
     with turn(tmp_path, alone=True):
         child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,))
         child.start()
@@ -91,7 +91,7 @@ def test_what_was_forked_holds_nobody_up(tmp_path: Path) -> None:
     child.join()
 
 
-def test_what_is_made_once_is_whole_for_all(tmp_path: Path) -> None:
+def test_made_once_returns_the_complete_result_to_all(tmp_path: Path) -> None:
     makers = []
 
     def make(path: Path) -> None:

@@ -1,4 +1,4 @@
-"""No call of the controller waits for ever: all of them go through the watchdog, which gives each its limit."""
+"""Limits of the controller's calls: all of them go through the watchdog, which sets a limit for each."""
 
 import ast
 from collections.abc import Iterator
@@ -7,7 +7,7 @@ from pathlib import Path
 from tests.layout.source import parse, python_files
 
 WATCHDOG = Path("trainer/cluster/watchdog.py")
-# Files that wait for something else than a worker -> what limits it.
+# Files that wait for something other than a worker -> the limit.
 OTHERS = {
     "trainer/rewards/scoring.py": "a scorer: timeouts.reward, around all scoring",
     "trainer/checkpoint/saver.py": "a copy to remote_dir that has ended without an error",
@@ -26,7 +26,7 @@ def receiver(call: ast.Call) -> str:
     return ast.unparse(call.func.value)
 
 
-def test_workers_are_called_through_the_watchdog_alone() -> None:
+def test_workers_are_called_only_through_the_watchdog() -> None:
     strangers = [f"{path}:{call.lineno}" for path in python_files("trainer") for call in calls(path, "call")
                  if path != WATCHDOG and not receiver(call).endswith("watchdog")]  # fmt: skip
     assert strangers == []
@@ -34,7 +34,7 @@ def test_workers_are_called_through_the_watchdog_alone() -> None:
     assert waiting == {str(WATCHDOG), *OTHERS}
 
 
-def test_the_watchdog_gives_every_call_a_limit() -> None:
+def test_the_watchdog_sets_a_limit_for_every_call() -> None:
     made = list(calls(WATCHDOG, "call"))
     assert made and all("limit" in {keyword.arg for keyword in call.keywords} for call in made)
     assert [receiver(call) for call in calls(WATCHDOG, "result")] == ["future"]

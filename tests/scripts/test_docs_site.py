@@ -1,4 +1,4 @@
-"""The documentation as a site: built strictly, from nothing but what is here."""
+"""The documentation site: built in strict mode, without the network."""
 
 import os
 import re
@@ -27,7 +27,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Loaded(HTMLParser):
-    """What a browser fetches for a page, and where its links lead."""
+    """URLs that a browser fetches for a page, and the targets of its links."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,13 +35,13 @@ class Loaded(HTMLParser):
         self.links: list[str] = []
 
     def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
-        said = dict(attributes)
-        if tag == "a" and said.get("href"):
-            self.links.append(str(said["href"]))
-        elif tag == "link" and said.get("rel") in ("stylesheet", "icon", "preconnect", "preload"):
-            self.fetched.append(str(said["href"]))
-        elif said.get("src"):
-            self.fetched.append(str(said["src"]))
+        values = dict(attributes)
+        if tag == "a" and values.get("href"):
+            self.links.append(str(values["href"]))
+        elif tag == "link" and values.get("rel") in ("stylesheet", "icon", "preconnect", "preload"):
+            self.fetched.append(str(values["href"]))
+        elif values.get("src"):
+            self.fetched.append(str(values["src"]))
 
 
 def loaded(page: Path) -> Loaded:
@@ -50,21 +50,21 @@ def loaded(page: Path) -> Loaded:
     return found
 
 
-def test_every_page_is_there(site: Path) -> None:
+def test_site_has_every_page(site: Path) -> None:
     docs = ROOT / "docs"
     pages = {path.relative_to(docs).with_suffix("").as_posix().removesuffix("/index") for path in docs.rglob("*.md")}
     built = {path.parent.relative_to(site).as_posix() for path in site.rglob("index.html")} | {"index"}
     assert pages | {"CONTRIBUTING", "CHANGELOG", "SECURITY"} <= built
 
 
-def test_nothing_is_fetched_from_elsewhere(site: Path) -> None:
+def test_nothing_is_fetched_from_other_hosts(site: Path) -> None:
     fetched = {url for page in site.rglob("*.html") for url in loaded(page).fetched}
     assert fetched and {url for url in fetched if re.match(r"(https?:)?//", url)} == set()
     styles = "".join(path.read_text() for path in site.rglob("*.css"))
     assert re.findall(r"(?:url\(|@import)\s*[\"']?(?:https?:)?//[^)]*", styles) == []
 
 
-def test_links_that_leave_the_pages_lead_to_copies(site: Path) -> None:
+def test_links_out_of_docs_lead_to_copies(site: Path) -> None:
     page = site / "recipes/index.html"
     copies = [page.parent.joinpath(link).resolve() for link in loaded(page).links if "files/" in link]
     assert len({*copies}) >= 14
@@ -74,14 +74,14 @@ def test_links_that_leave_the_pages_lead_to_copies(site: Path) -> None:
     assert "../CONTRIBUTING/" in loaded(site / "algorithms/index.html").links
 
 
-def test_what_is_not_in_the_repository_cannot_be_linked(tmp_path: Path) -> None:
+def test_a_link_to_no_file_of_the_repository_is_an_error(tmp_path: Path) -> None:
     config = load_config(str(ROOT / "mkdocs.yml"))
     for target in (tmp_path / "stranger", ROOT / "scripts/not_there.sh", ROOT / "scripts"):
         with pytest.raises(PluginError, match=r"docs/index\.md links to .*, which is no file of the repository"):
             copy_of(target, ROOT / "docs/index.md", config, Files([]))
 
 
-def test_formulas_need_no_script(site: Path) -> None:
+def test_formulas_are_mathml_without_a_script(site: Path) -> None:
     page = (site / "algorithms/index.html").read_text()
     assert page.count("<math") > 80 and "arithmatex" not in page
     assert FORMULA.sub(in_mathml, '<span class="arithmatex">\\(a &lt; b\\)</span>').count("<mi>") == 2

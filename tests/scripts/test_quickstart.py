@@ -1,4 +1,4 @@
-"""The quick start learns: three seeds, three ways. Long: scripts/test.sh soak."""
+"""Learning of the quick start with three seeds, by GRPO and PPO. Long: scripts/test.sh soak."""
 
 import json
 import statistics
@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.soak, pytest.mark.timeout(1800)]
 
 @pytest.fixture(scope="module")
 def warm_models(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
-    """The quick start's data, and for each seed a model of its own, warmed up as scripts/quickstart.sh does it."""
+    """The quick start's data, and a model for each seed, warmed up as in scripts/quickstart.sh."""
     task = tmp_path_factory.mktemp("sort_digits")
     return {seed: warm_up(task, seed) for seed in SEEDS}
 
@@ -47,6 +47,8 @@ def test_grpo_reaches_085_within_three_minutes(warm_models: dict[int, Path], tmp
     [("trainer.n_gpus_per_node=2",), ("algorithm=ppo",), ("algorithm=ppo", "trainer.n_gpus_per_node=2")],
     ids=["grpo-2", "ppo-1", "ppo-2"],
 )
-def test_other_ways_rise_too(warm_models: dict[int, Path], tmp_path: Path, overrides: tuple[str, ...]) -> None:
+def test_accuracy_of_ppo_and_of_two_workers_rises(
+    warm_models: dict[int, Path], tmp_path: Path, overrides: tuple[str, ...]
+) -> None:
     rises = [after - before for before, after, _ in table(warm_models, tmp_path, *overrides)]
     assert statistics.median(rises) >= 0.15, rises

@@ -1,4 +1,4 @@
-"""The RLHF chain: what its stages hand on, first with a stand-in for Python, then a short run; that it learns is long."""
+"""The RLHF chain: its stages with a stand-in for Python, then in a short run; learning is a soak test."""
 
 import hashlib
 import json
@@ -21,7 +21,7 @@ from trainer.generation.shards import shard_files
 
 SCRIPT = ROOT / "scripts/run_rlhf_chain_cpu.sh"
 OUTPUTS = ("--local_save_dir", "--save_dir", "trainer.export_dir", "selection.preferences", "output", "trainer.default_local_dir")
-# Makes what the programs would make: files that say with which words and from which files. FAIL names a module that ends halfway.
+# Writes the programs' output files, with the arguments and the hashes of the inputs. FAIL names a module that ends halfway.
 STAND_IN = f"""#!{sys.executable}
 import hashlib, os, re, sys
 from pathlib import Path
@@ -63,12 +63,12 @@ FEW = (
 
 
 def run(folder: Path, *words: str, python: str = sys.executable, **environment: str) -> subprocess.CompletedProcess[str]:
-    command, told = [str(SCRIPT), *words], os.environ | {"PYTHON": python, "FOLDER": str(folder)} | environment
-    return subprocess.run(command, env=told, capture_output=True, text=True)
+    variables = os.environ | {"PYTHON": python, "FOLDER": str(folder)} | environment
+    return subprocess.run([str(SCRIPT), *words], env=variables, capture_output=True, text=True)
 
 
 class Programs:
-    """The script with the stand-in."""
+    """The script with the stand-in for Python."""
 
     def __init__(self, root: Path) -> None:
         self.python, self.folder = root / "python", root / "chain"
@@ -78,7 +78,7 @@ class Programs:
         self.code = 0
 
     def __call__(self, *words: str, **environment: str) -> list[str]:
-        """The stages that were run."""
+        """Run the script; return the stages that it ran."""
         self.calls_file.write_text("")
         self.code = run(self.folder, *words, python=str(self.python), **environment).returncode
         calls = [line.split() for line in self.calls_file.read_text().splitlines()]
@@ -92,13 +92,13 @@ def programs(tmp_path: Path) -> Programs:
     return Programs(tmp_path)
 
 
-def test_stages_run_in_order_and_once(programs: Programs) -> None:
+def test_stages_run_once_and_in_order(programs: Programs) -> None:
     assert set(MADE_FROM) == set(STAGES)
     assert programs() == list(STAGES)
     assert programs() == []
 
 
-def test_what_changes_is_done_again_with_all_that_follows(programs: Programs) -> None:
+def test_a_changed_stage_runs_again_with_all_that_depend_on_it(programs: Programs) -> None:
     programs()
     other = "algorithm.kl_ctrl.kl_coef=1"
     assert programs(other) == ["ppo", "policy", "policy_answers"]
@@ -108,19 +108,19 @@ def test_what_changes_is_done_again_with_all_that_follows(programs: Programs) ->
 
 
 @pytest.mark.parametrize(("module", "stage", "kept"), [("main_ppo", "ppo", True), ("main_export", "policy", False)])
-def test_a_stage_that_was_stopped_goes_on_but_for_the_export(programs: Programs, module: str, stage: str, kept: bool) -> None:
+def test_a_stopped_stage_keeps_its_files_except_the_export(programs: Programs, module: str, stage: str, kept: bool) -> None:
     programs(FAIL=f"trainer.{module}")
     assert programs.code != 0 and not (programs.folder / stage / "stage").exists()
     (programs.folder / stage / "left").touch()
     assert programs() and programs.code == 0
     assert (programs.folder / stage / "left").exists() is kept
     programs("trainer.save_freq=7", FAIL="trainer.main_ppo")
-    assert programs.code != 0 and not (programs.folder / "ppo/left").exists(), "with other arguments it begins anew"
+    assert programs.code != 0 and not (programs.folder / "ppo/left").exists(), "with other arguments it starts from scratch"
 
 
 @pytest.fixture(scope="module")
 def chain(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A short run of the whole."""
+    """Folder of a short run of the whole chain."""
     folder = tmp_path_factory.mktemp("chain")
     with warm_python(tmp_path_factory.mktemp("warm")) as python:
         done = run(folder, *FEW, python=python, **SMALL)
@@ -129,7 +129,7 @@ def chain(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_every_stage_was_made_from_the_one_before(chain: Path) -> None:
+def test_every_stage_reads_the_outputs_of_earlier_stages(chain: Path) -> None:
     for name in STAGES:
         lines = (chain / name / "stage").read_text().splitlines()[1:-1]
         files = {Path(path): digest for digest, path in (line.split("  ") for line in lines)}
@@ -144,9 +144,9 @@ def test_every_stage_was_made_from_the_one_before(chain: Path) -> None:
     assert config["ppo"]["critic"]["model"]["path"] == config["ppo"]["reward"]["reward_model"]["path"] == f"{chain}/reward/model"
     assert config["ppo"]["data"]["ptx_files"] == [f"{chain}/data/sft.parquet"]
     for name, model in (("pairs", "sft"), ("sft_answers", "sft"), ("policy_answers", "policy")):
-        told = json.loads((chain / name / "answers/manifest.json").read_text())
-        assert told["actor_rollout_ref.model.path"] == f"{chain}/{model}/model"
-        assert name == "pairs" or told["reward.reward_model.path"] == f"{chain}/reward/model"
+        manifest = json.loads((chain / name / "answers/manifest.json").read_text())
+        assert manifest["actor_rollout_ref.model.path"] == f"{chain}/{model}/model"
+        assert name == "pairs" or manifest["reward.reward_model.path"] == f"{chain}/reward/model"
     weights = {(chain / name / "model/model.safetensors").read_bytes() for name in ("base", "sft", "reward", "policy")}
     assert len(weights) == 4, "each stage trained"
 
@@ -157,10 +157,10 @@ def test_ppo_uses_all_its_models_and_stays_finite(chain: Path) -> None:
     last = metrics_of(chain / "ppo")[-1]
     used = ("critic/vf_loss", "actor/reward_kl_penalty", "actor/ptx_loss", "reward/reward_model/mean", "reward/acc/mean")
     assert set(used) <= last.keys()
-    assert last["val/accuracy"] == last["val-core/sort_digits/acc/mean@1"], "the truth is what is called accuracy"
+    assert last["val/accuracy"] == last["val-core/sort_digits/acc/mean@1"], "accuracy is the rule's score"
 
 
-def test_the_report_has_the_answers_own_figures(chain: Path) -> None:
+def test_report_agrees_with_the_scored_responses(chain: Path) -> None:
     ways = json.loads((chain / FIGURES).read_text())["ways"]
     assert list(ways) == [
         "fine-tuned", "fine-tuned, best of 4", "fine-tuned, best of 4 by the truth", "PPO", "PPO, best of 4",
@@ -181,8 +181,8 @@ def test_the_report_has_the_answers_own_figures(chain: Path) -> None:
 
 @pytest.mark.soak
 @pytest.mark.timeout(3000)
-def test_the_reward_models_score_and_the_truth_both_rise(tmp_path: Path) -> None:
-    """Median of three seeds, of one answer to each of 512 held-out prompts' 16."""
+def test_scores_of_the_reward_model_and_of_the_rule_both_rise(tmp_path: Path) -> None:
+    """Median of three seeds, 16 responses to each of 512 held-out prompts."""
     rises = []
     for seed in (1, 2, 3):
         done = run(tmp_path / str(seed), SEED=str(seed))

@@ -1,4 +1,4 @@
-"""scripts/setup_env.sh with a stand-in for Python and pip that writes down what it is asked."""
+"""scripts/setup_env.sh with a stand-in for Python and pip that records its calls."""
 
 import os
 import shutil
@@ -25,7 +25,7 @@ REQUIREMENTS = ("requirements/constraints-cpu.txt", "requirements/ray-default.tx
 
 
 class Clone:
-    """A clone with the script in it, and a machine around it: its Python, its network, its GPU."""
+    """A clone with the script, and a simulated machine: Python, network, GPU."""
 
     def __init__(self, root: Path) -> None:
         self.root, self.calls_file = root / "clone", root / "calls"
@@ -51,7 +51,7 @@ class Clone:
         return subprocess.run([script, *extras], cwd="/", env=environment, capture_output=True, text=True, timeout=60)
 
     def calls(self) -> list[str]:
-        """What was asked since the last call."""
+        """Calls of the stand-in since the last call of this method."""
         lines = self.calls_file.read_text().splitlines()
         self.calls_file.write_text("")
         return lines
@@ -62,7 +62,7 @@ def clone(tmp_path: Path) -> Clone:
     return Clone(tmp_path)
 
 
-def test_it_makes_an_environment_with_the_core_alone(clone: Clone) -> None:
+def test_first_run_installs_only_the_core(clone: Clone) -> None:
     done = clone.set_up()
     assert done.returncode == 0, done.stderr
     venv, torch, tandem = clone.calls()
@@ -72,7 +72,7 @@ def test_it_makes_an_environment_with_the_core_alone(clone: Clone) -> None:
     assert len(done.stdout.splitlines()) == 3, "a line a stage"
 
 
-def test_run_again_it_returns_at_once(clone: Clone) -> None:
+def test_second_run_returns_at_once(clone: Clone) -> None:
     clone.set_up("dev")
     clone.calls()
     start = time.monotonic()
@@ -81,7 +81,7 @@ def test_run_again_it_returns_at_once(clone: Clone) -> None:
     assert clone.calls() == []
 
 
-def test_an_extra_is_added_to_what_is_there(clone: Clone) -> None:
+def test_an_extra_is_added_to_the_environment(clone: Clone) -> None:
     clone.set_up()
     clone.calls()
     clone.set_up("dev", "hub")
@@ -89,7 +89,7 @@ def test_an_extra_is_added_to_what_is_there(clone: Clone) -> None:
 
 
 @pytest.mark.parametrize("changed", ["pyproject.toml", *REQUIREMENTS])
-def test_a_change_of_what_is_wanted_is_installed(clone: Clone, changed: str) -> None:
+def test_changed_requirements_are_installed(clone: Clone, changed: str) -> None:
     clone.set_up("dev")
     clone.calls()
     original = (clone.root / changed).read_text()
@@ -98,10 +98,10 @@ def test_a_change_of_what_is_wanted_is_installed(clone: Clone, changed: str) -> 
     assert [call.split()[-1] for call in clone.calls()] == ["torch", "."]
     (clone.root / changed).write_text(original)
     clone.set_up()
-    assert clone.calls(), "the stamps of the earlier state are gone"
+    assert clone.calls(), "the stamps of the earlier state are deleted"
 
 
-def test_development_has_the_engines_cpu_builds_and_nothing_that_these_ask_for(clone: Clone) -> None:
+def test_dev_installs_the_engines_cpu_builds_without_dependencies(clone: Clone) -> None:
     clone.set_up()
     assert not any("vllm" in call for call in clone.calls())
     done = clone.set_up("dev")
@@ -112,13 +112,13 @@ def test_development_has_the_engines_cpu_builds_and_nothing_that_these_ask_for(c
     assert "Engines, CPU builds ... " in done.stdout
 
 
-def test_on_a_gpu_development_has_no_cpu_build(clone: Clone) -> None:
+def test_dev_with_a_gpu_installs_no_cpu_build(clone: Clone) -> None:
     clone.program("nvidia-smi", "#!/usr/bin/env bash\nexit 0\n")
     clone.set_up("dev")
     assert [call.split()[-1] for call in clone.calls()] == ["venv", "torch", ".[dev]"]
 
 
-def test_pytorchs_cpu_index_is_used_for_torch_alone_and_only_when_it_answers(clone: Clone) -> None:
+def test_cpu_index_of_pytorch_is_used_only_for_torch_and_if_reachable(clone: Clone) -> None:
     clone.machine["OFFLINE"] = "0"
     clone.set_up()
     _, torch, tandem = clone.calls()
@@ -126,7 +126,7 @@ def test_pytorchs_cpu_index_is_used_for_torch_alone_and_only_when_it_answers(clo
     assert "index" not in tandem
 
 
-def test_without_gpu_torch_is_pinned_and_with_one_it_is_not(clone: Clone) -> None:
+def test_torch_is_pinned_only_without_a_gpu(clone: Clone) -> None:
     clone.set_up()
     pins = (clone.root / "requirements/constraints-cpu.txt").read_text().splitlines()
     assert (clone.root / ".venv/constraints.txt").read_text().splitlines() == pins
@@ -140,7 +140,7 @@ def test_without_gpu_torch_is_pinned_and_with_one_it_is_not(clone: Clone) -> Non
     assert not any("index" in call for call in clone.calls())
 
 
-def test_without_a_fitting_python_it_says_so_in_one_line(clone: Clone) -> None:
+def test_an_old_python_is_an_error_of_one_line(clone: Clone) -> None:
     clone.machine["TOO_OLD"] = "1"
     done = clone.set_up()
     assert done.returncode != 0 and done.stdout == ""
@@ -148,7 +148,7 @@ def test_without_a_fitting_python_it_says_so_in_one_line(clone: Clone) -> None:
     assert clone.calls() == []
 
 
-def test_a_failure_shows_pips_last_lines_and_is_not_taken_for_done(clone: Clone) -> None:
+def test_a_failure_shows_pips_output_and_is_retried(clone: Clone) -> None:
     clone.machine["PIP_FAILS"] = "1"
     done = clone.set_up()
     assert done.returncode != 0

@@ -18,7 +18,7 @@ CALLED = (
 )
 PROGRAMS = {
     "scontrol": CALLED + 'printf "n%s\\n" 1 2 3\n',
-    # A step runs here; what it runs is the last words.
+    # A step runs on this machine; the last arguments are its command.
     "srun": CALLED + 'while [[ "$1" == --* ]]; do shift; done\n'
     '[ "$1" != hostname ] || { echo "10.0.0.1 fe80::1"; exit; }\nexec "$@"\n',
     "ray": CALLED + '[ "$1" = status ] || exec sleep 600\n',
@@ -46,7 +46,7 @@ def calls(folder: Path) -> list[str]:
 
 
 def alive(folder: Path) -> list[str]:
-    """Of the stand-ins' processes."""
+    """Environments of the stand-ins' live processes."""
     found = []
     for path in Path("/proc").glob("[0-9]*/environ"):
         with suppress(OSError):  # another user's, or gone by now
@@ -54,32 +54,32 @@ def alive(folder: Path) -> list[str]:
     return [str(text) for text in found if f"CALLS={folder}/calls".encode() in text]
 
 
-def test_ray_on_all_nodes_and_the_program_on_the_first(tmp_path: Path) -> None:
+def test_ray_runs_on_all_nodes_and_the_program_on_the_first(tmp_path: Path) -> None:
     done = subprocess.run([SCRIPT, "algorithm=grpo", "data.x=a b"], env=environment(tmp_path), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    said = calls(tmp_path)
-    assert said[0] == "scontrol show hostnames n[1-3]"
-    assert said[1] == "srun --nodes=1 --ntasks=1 --nodelist=n1 hostname --ip-address"
+    called = calls(tmp_path)
+    assert called[0] == "scontrol show hostnames n[1-3]"
+    assert called[1] == "srun --nodes=1 --ntasks=1 --nodelist=n1 hostname --ip-address"
     address = "10.0.0.1:23456"
     assert any(
         line.startswith(f"srun --nodes=1 --ntasks=1 --nodelist=n1 {RAY}") and
-        "--head --node-ip-address=10.0.0.1 --port=23456 --include-dashboard=false" in line for line in said
+        "--head --node-ip-address=10.0.0.1 --port=23456 --include-dashboard=false" in line for line in called
     )  # fmt: skip
     there = f"srun --nodes=2 --ntasks=2 --ntasks-per-node=1 --exclude=n1 {RAY}"
-    assert any(line.startswith(f"{there} --address={address}") for line in said)
+    assert any(line.startswith(f"{there} --address={address}") for line in called)
     run = "python -m trainer.main_ppo trainer.nnodes=3 trainer.n_gpus_per_node=4 algorithm=grpo data.x=a b"
-    assert f"{run} [{address}] token" in said
-    assert all(line.endswith("token") for line in said if line.startswith(("ray", "python")))
-    assert alive(tmp_path) == [], "what it started ends with it"
+    assert f"{run} [{address}] token" in called
+    assert all(line.endswith("token") for line in called if line.startswith(("ray", "python")))
+    assert alive(tmp_path) == [], "its processes end with the script"
 
 
-def test_one_node_needs_no_cluster(tmp_path: Path) -> None:
+def test_one_node_starts_no_cluster(tmp_path: Path) -> None:
     done = subprocess.run([SCRIPT, "a=1"], env=environment(tmp_path, SLURM_JOB_NUM_NODES="1", CODE="4"), capture_output=True)
     assert done.returncode == 4
     assert calls(tmp_path) == ["python -m trainer.main_ppo trainer.nnodes=1 trainer.n_gpus_per_node=4 a=1"]
 
 
-def test_it_runs_where_it_was_submitted_in_the_environment_there(tmp_path: Path) -> None:
+def test_script_runs_in_the_submission_directory_with_its_environment(tmp_path: Path) -> None:
     (tmp_path / "project/.venv/bin").mkdir(parents=True)
     python = tmp_path / "project/.venv/bin/python"
     python.write_text('#!/usr/bin/env bash\necho "$PWD"\n')
@@ -89,13 +89,13 @@ def test_it_runs_where_it_was_submitted_in_the_environment_there(tmp_path: Path)
 
 
 @pytest.mark.parametrize("code", [0, 3])
-def test_the_programs_exit_code_is_the_jobs(tmp_path: Path, code: int) -> None:
+def test_exit_code_of_the_job_is_the_programs(tmp_path: Path, code: int) -> None:
     assert subprocess.run([SCRIPT], env=environment(tmp_path, CODE=str(code)), capture_output=True).returncode == code
 
 
 @pytest.mark.parametrize("nodes", ["3", "1"])
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGUSR1, 138), (signal.SIGTERM, 143)])
-def test_the_batch_systems_signal_reaches_the_program(tmp_path: Path, number: signal.Signals, code: int, nodes: str) -> None:
+def test_signal_of_the_batch_system_reaches_the_program(tmp_path: Path, number: signal.Signals, code: int, nodes: str) -> None:
     waits = tmp_path / "waits"
     env = environment(tmp_path, WAITS=str(waits), SLURM_JOB_NUM_NODES=nodes)
     script = subprocess.Popen([SCRIPT], env=env, stderr=subprocess.PIPE)
@@ -108,7 +108,7 @@ def test_the_batch_systems_signal_reaches_the_program(tmp_path: Path, number: si
     assert f"python {number.name.removeprefix('SIG')}" in calls(tmp_path) and alive(tmp_path) == []
 
 
-def test_a_ray_that_does_not_start_is_said(tmp_path: Path) -> None:
+def test_a_ray_that_does_not_start_is_an_error(tmp_path: Path) -> None:
     env = environment(tmp_path)
     (tmp_path / "ray").write_text("#!/usr/bin/env bash\nexit 1\n")
     done = subprocess.run([SCRIPT], env=env, capture_output=True, text=True, timeout=30)
@@ -117,6 +117,6 @@ def test_a_ray_that_does_not_start_is_said(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(shutil.which("shellcheck") is None, reason="there is no shellcheck on this machine")
-def test_shellcheck_has_nothing_to_say() -> None:
+def test_shellcheck_finds_nothing() -> None:
     done = subprocess.run(["shellcheck", str(SCRIPT)], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout

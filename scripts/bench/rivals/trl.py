@@ -1,4 +1,4 @@
-"""GRPO steps of TRL, for scripts/bench/compare.py: its GRPOTrainer, answered by transformers' own generation.
+"""GRPO steps of TRL, for scripts/bench/compare.py: its GRPOTrainer, with generation by transformers.
 
     <python of the environment that install.sh trl made> -P trl.py --task task.json --out out.json [name=value ...]
 
@@ -111,7 +111,7 @@ def reward_of(path: Path) -> Callable[..., list[float]]:
 
 
 class CountingTrainer(GRPOTrainer):
-    """Keeps, of each batch, how many tokens it had and where its time went."""
+    """GRPOTrainer that records the tokens and the phase times of each batch."""
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -133,7 +133,7 @@ class CountingTrainer(GRPOTrainer):
 
 
 class Clock(TrainerCallback):
-    """Wall and CPU seconds at the end of each step, and how often the optimizer had stepped by then."""
+    """Records wall and CPU seconds at the end of each step, and the number of optimizer steps until then."""
 
     def __init__(self) -> None:
         self.ends: list[tuple[float, float, int]] = []
@@ -157,7 +157,7 @@ class Clock(TrainerCallback):
 
 
 class ForcedLengths(LogitsProcessor):
-    """The r-th row that is generated ends after exactly lengths[r] tokens."""
+    """Makes the r-th generated row end after exactly lengths[r] tokens."""
 
     def __init__(self, lengths: list[int], eos: int) -> None:
         self.lengths = lengths

@@ -65,7 +65,7 @@ def measure(task: dict[str, Any], overrides: list[str], folder: Path) -> dict[st
 
 
 def run_to_the_end(command: list[str], environment: dict[str, str], folder: Path) -> None:
-    """And that of its processes: Ray's workers outlive the driver for seconds, in which the other side would be measured."""
+    """Wait for all processes of the run: Ray's workers outlive the driver by seconds, in which the other side would start."""
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
     try:
         subprocess.run(command, env=environment, check=True, stdout=sys.stderr, cwd=folder)
@@ -96,7 +96,7 @@ def environment(task: dict[str, Any], folder: Path) -> dict[str, str]:
 
 
 def settings(task: dict[str, Any], folder: Path) -> list[str]:
-    """verl's overrides: of what works, what is fastest."""
+    """verl's overrides: the fastest of the settings that work."""
     return [*common_settings(task, folder), *(cpu_settings(task) if task["device"] == "cpu" else cuda_settings(task))]
 
 
@@ -138,7 +138,7 @@ def cuda_settings(task: dict[str, Any]) -> list[str]:
         f"+{ACTOR}.fsdp_config.mixed_precision={mixed}", f"+{REF}.fsdp_config.mixed_precision={mixed}",
         f"{ROLLOUT}.dtype=bfloat16", f"{ROLLOUT}.gpu_memory_utilization=0.5",
         f"+{ROLLOUT}.engine_kwargs.vllm.worker_extension_cls=verl_vllm_worker.CUDAWorkerExtension",
-        f"+{ROLLOUT}.engine_kwargs.vllm.stream_interval={task['response_length']}",  # nobody reads a part of an answer
+        f"+{ROLLOUT}.engine_kwargs.vllm.stream_interval={task['response_length']}",  # partial responses are not used
         f"{ROLLOUT}.agent.num_workers=8", "reward.num_workers=8",
     ]  # fmt: skip
 
@@ -167,7 +167,7 @@ def common_settings(task: dict[str, Any], folder: Path) -> list[str]:
 
 
 def had(notes: list[dict[str, Any]]) -> dict[str, Any]:
-    """Types and threads of trainer and engine, as they were found there."""
+    """dtype and threads, as noted by trainer and engine."""
     found = {kind: [line for line in notes if line["kind"] == kind] for kind in ("update", "rollout")}
     threads = {line["threads"] for lines in found.values() for line in lines}
     dtypes = {dtype.removeprefix("torch.") for lines in found.values() for line in lines for dtype in line["dtypes"]}
@@ -177,8 +177,10 @@ def had(notes: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def step_report(before: dict[str, Any], step: dict[str, Any], notes: list[dict[str, Any]]) -> dict[str, Any]:
-    """One step of verl's log, from the end of the one before to its own: metrics and logging are in it. Its optimizer steps
-    are those that were noted in that time."""
+    """Report of one step of verl's log, from the end of the step before to its own, metrics and logging included.
+
+    updates: optimizer steps that were noted in that time.
+    """
     began, ended = before["bench/ended"], step["bench/ended"]
     phases = [name for name in PHASES if f"timing_s/{name}" in step]
     return {

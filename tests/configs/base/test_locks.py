@@ -31,7 +31,7 @@ START = "child = subprocess.Popen(['sleep', '60'], close_fds=False, stdout=subpr
 
 @contextmanager
 def held(directory: Path, then: str = "pass") -> Iterator[tuple[subprocess.Popen[str], int]]:
-    """By another process, which does ``then``; it, and the id of its child. Both are gone after the block."""
+    """Another process that holds the lock and executes ``then``, and the id of its child. Both are killed after the block."""
     command = [sys.executable, "-c", HOLDER.format(then=then), str(directory)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -49,7 +49,7 @@ def lock(directory: Path) -> None:
         pass
 
 
-def test_a_second_holder_is_refused_with_who_holds_it_since_when(tmp_path: Path) -> None:
+def test_a_held_lock_is_refused_with_its_holder_and_start_time(tmp_path: Path) -> None:
     run = tmp_path / "new" / "run"
     with held(run) as (process, _):
         holder = rf"process {process.pid} on {socket.gethostname()}, started 20\d\d-.*; wait"
@@ -58,22 +58,22 @@ def test_a_second_holder_is_refused_with_who_holds_it_since_when(tmp_path: Path)
     lock(run)
 
 
-def test_one_process_does_not_hold_it_twice_at_once_but_again(tmp_path: Path) -> None:
-    """A second run_ppo in a thread; a run that starts again."""
+def test_a_process_takes_the_lock_again_only_after_its_release(tmp_path: Path) -> None:
+    """A second run_ppo in a thread is refused; a restarted run is not."""
     with locked(tmp_path, "x"), pytest.raises(ValueError, match=f"in use by process {os.getpid()} "):
         lock(tmp_path)
     lock(tmp_path)
 
 
-def test_who_reads_the_file_does_not_drop_the_lock(tmp_path: Path) -> None:
-    """A classic record lock ends when its process closes any descriptor of the file: an uploader, a copy of the directory."""
+def test_reading_the_file_keeps_the_lock(tmp_path: Path) -> None:
+    """A POSIX record lock ends when its process closes any descriptor of the file, as an uploader or a copy would."""
     with held(tmp_path, READ), pytest.raises(ValueError, match="in use"):
         lock(tmp_path)
 
 
 @pytest.mark.parametrize("then", ["pass", FORK, START])
 def test_a_killed_holder_leaves_no_lock(tmp_path: Path, then: str) -> None:
-    """Nor does a child that outlives it, forked or started with all descriptors."""
+    """Neither does a child that outlives it, forked or started with all descriptors."""
     with held(tmp_path, then) as (process, child):
         process.kill()
         process.wait()
@@ -81,7 +81,7 @@ def test_a_killed_holder_leaves_no_lock(tmp_path: Path, then: str) -> None:
         lock(tmp_path)
 
 
-def test_a_file_system_without_locks_is_told_of(
+def test_a_file_system_without_locks_gives_a_note(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def refuse(*words: object) -> None:
@@ -89,11 +89,11 @@ def test_a_file_system_without_locks_is_told_of(
 
     monkeypatch.setattr(fcntl, "fcntl", refuse)
     lock(tmp_path)
-    told = f"note: {tmp_path / LOCK}: No locks available; the directory is not protected against a second run\n"
-    assert capsys.readouterr().err == told
+    note = f"note: {tmp_path / LOCK}: No locks available; the directory is not protected against a second run\n"
+    assert capsys.readouterr().err == note
 
 
-def test_any_other_error_is_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_error_of_the_file_system_is_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*words: object) -> None:
         raise OSError(errno.EIO, "Input/output error")
 

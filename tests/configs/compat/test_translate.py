@@ -1,4 +1,4 @@
-"""configs/compat.yaml, and the defaults that are verl's."""
+"""configs/compat.yaml, and defaults compared with verl's."""
 
 import ast
 from collections.abc import Mapping
@@ -46,7 +46,7 @@ ON_MEGATRON = {
 
 
 def verl_defaults(changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Dotted key: default, as verl's composed configuration has them with ``changes``; keys by our names."""
+    """{dotted key: default} of verl's composed configuration with ``changes``; keys have Tandem's names."""
     keys = keys_of(PPOConfig)
     tree = OmegaConf.create()
     for line in VERL_DEFAULTS.read_text().splitlines()[1:]:
@@ -68,44 +68,44 @@ def _renamed(keys: Keys) -> list[str]:
 
 @pytest.mark.parametrize("changes", [{}, ON_MEGATRON], ids=["fsdp", "megatron"])
 def test_defaults_are_verls_unless_the_difference_is_listed(changes: Mapping[str, Any]) -> None:
-    """With changes: keys that follow others follow those that they follow there."""
+    """With changes: a key whose default is another key's value follows the same key as in verl."""
     known = {line.split("\t")[0] for line in VERL_DEFAULTS.read_text().splitlines()[1:]}
     keys = keys_of(PPOConfig)
-    ours = OmegaConf.create(asdict(compose("ppo_trainer", PPOConfig, [f"{key}={value}" for key, value in changes.items()])))
+    tandem = OmegaConf.create(asdict(compose("ppo_trainer", PPOConfig, [f"{key}={value}" for key, value in changes.items()])))
     verl = verl_defaults(changes)
-    unlike = []
+    different = []
     for key in _renamed(keys):
-        mine, theirs = OmegaConf.select(ours, key), verl[key]
+        default, expected = OmegaConf.select(tandem, key), verl[key]
         if key in {"data.train_files", "data.val_files"}:
-            mine = mine[0]
-        if isinstance(theirs, str):
-            theirs = str(Path(theirs).expanduser()) if theirs.startswith("~") else theirs
-        if mine != theirs and not any(key == known or key.startswith(f"{known}.") for known in DIFFERENCES):
-            unlike.append((key, mine, theirs))
-    assert len(known) > 190 and unlike == []
+            default = default[0]
+        if isinstance(expected, str):
+            expected = str(Path(expected).expanduser()) if expected.startswith("~") else expected
+        if default != expected and not any(key == known or key.startswith(f"{known}.") for known in DIFFERENCES):
+            different.append((key, default, expected))
+    assert len(known) > 190 and different == []
 
 
 def test_listed_differences_are_differences() -> None:
-    """As written: what follows another key is another default than a value."""
-    ours: Any = OmegaConf.to_container(OmegaConf.load(CONFIG_DIR / "ppo_trainer.yaml"))
+    """Compared unresolved: a default that follows another key differs from a value."""
+    tandem: Any = OmegaConf.to_container(OmegaConf.load(CONFIG_DIR / "ppo_trainer.yaml"))
     for key, entry in DIFFERENCES.items():
-        written = reduce(getitem, key.split("."), ours)
+        written = reduce(getitem, key.split("."), tandem)
         assert written != entry["verl"] and entry["why"], key
 
 
 SCHEMAS = (PPOConfig, SFTConfig, RewardModelConfig, GenerationConfig, EvaluationConfig, ParityConfig, ExportConfig)
 
 
-def test_aliases_lead_to_keys_of_some_program_and_hide_none() -> None:
+def test_aliases_lead_to_keys_of_a_program_and_hide_none() -> None:
     programs = [keys_of(schema) for schema in SCHEMAS]
-    for other, ours in compat().alias.items():
-        assert any(keys.knows(ours.removesuffix(".*")) for keys in programs), ours
-        assert not any(keys.knows(other.removesuffix(".*")) and keys.knows(ours.removesuffix(".*")) for keys in programs), other
+    for alias, key in compat().alias.items():
+        assert any(keys.knows(key.removesuffix(".*")) for keys in programs), key
+        assert not any(keys.knows(alias.removesuffix(".*")) and keys.knows(key.removesuffix(".*")) for keys in programs), alias
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
-def test_arguments_of_the_chosen_engine_alone_are_keys_of_ours(engine: str) -> None:
-    """As there they win over the key; wrong ones are told by it."""
+def test_only_arguments_of_the_selected_engine_set_keys(engine: str) -> None:
+    """As in verl they override the key; a wrong value is reported under the key."""
     rollout = "actor_rollout_ref.rollout"
     taken = {"vllm": TAKEN_VLLM_ARGUMENTS, "sglang": TAKEN_SGLANG_ARGUMENTS}[engine]
     known = compat().engine_arguments[engine]
@@ -121,7 +121,7 @@ def test_arguments_of_the_chosen_engine_alone_are_keys_of_ours(engine: str) -> N
         compose("ppo_trainer", PPOConfig, [words[0], f"+{rollout}.engine_kwargs.{engine}.{length}=long"])
 
 
-def test_what_is_left_out_or_refused_is_no_key_of_ours() -> None:
+def test_ignored_and_refused_keys_are_no_keys_of_a_program() -> None:
     for name in (*compat().accepted, *compat().refused):
         assert "*" in name or not any(keys_of(schema).knows(name) for schema in SCHEMAS), name
     limited = [entry for entry in compat().accepted.values() if entry.values is not None]
@@ -132,15 +132,15 @@ def takes(entry: Accepted, value: object) -> bool:
     return entry.takes(value, lambda _: None)
 
 
-def test_values_are_told_apart_by_kind() -> None:
+def test_accepted_values_are_compared_with_their_type() -> None:
     entry = compat().accepted["data.custom_cls.path"]
     assert takes(entry, None) and not takes(entry, "a/b") and not takes(entry, 0)
     one = compat().accepted["actor_rollout_ref.rollout.pipeline_model_parallel_size"]
     assert takes(one, 1) and not takes(one, True) and not takes(one, 2)
 
 
-def test_the_sft_trainers_one_block_of_an_engines_keys() -> None:
-    """As tests/special_e2e/sft/run_sft_engine_gsm8k.sh types it for either engine."""
+def test_engine_block_of_verls_sft_trainer_is_translated_for_both_engines() -> None:
+    """Command lines of verl's tests/special_e2e/sft/run_sft_engine_gsm8k.sh."""
     common = [
         "model=hf_model",
         "data.pad_mode=no_padding",
@@ -200,12 +200,12 @@ def sft_complaint(*words: str) -> str:
 
 
 @pytest.mark.parametrize("name", SFT_LINES)
-def test_public_command_lines_of_the_sft_trainer_pass(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_public_command_lines_of_verls_sft_trainer_pass(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main_sft.PROGRAM([*SFT_LINES[name], "trainer.dry_run=config"]) == 0
     assert capsys.readouterr().out.startswith("configuration is fine")
 
 
-def test_a_field_of_a_column_is_named_with_it() -> None:
+def test_field_of_a_column_is_joined_to_the_columns_key() -> None:
     data = sft(*GSM8K, "data.response_dict_keys=[a,b]").data
     assert (data.prompt_key, data.response_key) == ("extra_info.question", "extra_info.a.b")
     quoted = sft('data.prompt_key="extra_info"', "data.prompt_dict_keys=['question']").data
@@ -218,7 +218,7 @@ def test_a_field_of_a_column_is_named_with_it() -> None:
     ]
 
 
-def test_in_a_users_yaml_too() -> None:
+def test_sft_keys_in_the_users_yaml_are_translated() -> None:
     tree: Any = OmegaConf.to_container(OmegaConf.load(CONFIG_DIR / "sft_trainer.yaml"))
     del tree["defaults"]
     tree["data"] |= {"prompt_key": "extra_info", "prompt_dict_keys": ["question"]}
@@ -227,7 +227,7 @@ def test_in_a_users_yaml_too() -> None:
     assert config.data.prompt_key == "extra_info.question" and config.optim.min_lr_ratio == pytest.approx(0.1)
 
 
-def test_a_smallest_rate_is_a_share_of_the_largest() -> None:
+def test_min_lr_becomes_a_ratio_of_lr() -> None:
     assert sft("optim.lr=2e-5", "optim.min_lr=1e-6").optim.min_lr_ratio == pytest.approx(0.05)
     assert sft("optim.min_lr=1e-6", "optim.min_lr_ratio=0.2").optim.min_lr_ratio == 0.2
     words = [f"{role}.optim.{key}" for role in (ACTOR, "critic") for key in ("lr=1e-5", "min_lr=1e-6", "lr_decay_style=linear")]
@@ -239,7 +239,7 @@ def test_a_smallest_rate_is_a_share_of_the_largest() -> None:
     assert sft_complaint("optim.min_lr=low") == 'optim.min_lr_ratio="low": must be a valid number'
 
 
-def test_schedules_and_epochs_of_the_sft_trainer() -> None:
+def test_schedules_frequencies_and_columns_of_verls_sft_trainer_are_translated() -> None:
     config = sft("sft_recipe=sort_digits", "optim.lr_decay_style=cosine", "trainer.save_freq=after_each_epoch")
     assert config.optim.lr_scheduler_type == "cosine" and config.trainer.save_freq == "after_each_epoch"
     assert sft_complaint("trainer.test_freq=daily") == 'trainer.test_freq="daily": must be a valid integer, or after_each_epoch'
@@ -248,7 +248,7 @@ def test_schedules_and_epochs_of_the_sft_trainer() -> None:
     assert sft("data.multiturn.enable=true", "data.multiturn.messages_key=chat").data.messages_key == "chat"
 
 
-def test_main_generations_flatter_tree() -> None:
+def test_keys_of_verls_main_generation_are_translated() -> None:
     words = ["data.n_samples=4", "model.path=a/model", "+model.trust_remote_code=True", "rollout.prompt_length=2048"]
     words += ["rollout.response_length=1024", "rollout.tensor_model_parallel_size=1", "rollout.top_k=50", "rollout.mode=sync"]
     config = compose("generation", GenerationConfig, words)
@@ -258,8 +258,8 @@ def test_main_generations_flatter_tree() -> None:
     assert (config.data.max_prompt_length, config.data.max_response_length) == (2048, 1024)
 
 
-def test_a_key_of_ours_with_a_value_that_others_have_alone() -> None:
-    """Taken as it is with any other value, and what is forced stands over what is typed."""
+def test_foreign_values_of_known_keys_are_translated() -> None:
+    """Other values are kept; forced settings override the command line."""
     on_fsdp = "actor_rollout_ref.actor.megatron.use_megatron_fsdp=true"
     words = ["trainer.test_freq=False", "trainer.resume_from_path=False", on_fsdp]
     command = normalise([*words, "actor_rollout_ref.actor.strategy=megatron"], PPOConfig, "ppo_trainer")
@@ -271,7 +271,7 @@ def test_a_key_of_ours_with_a_value_that_others_have_alone() -> None:
     assert command.overrides == tuple(plain) and not command.notes
 
 
-def test_a_lora_rank_of_megatrons_has_megatrons_alpha() -> None:
+def test_rank_of_verls_megatron_lora_sets_its_default_alpha() -> None:
     lora = "actor_rollout_ref.model.lora"
     ulysses = "actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size"
     assert f"{ulysses}=2" in normalise([f"{lora}.rank=8", f"{ulysses}=2"], PPOConfig, "ppo_trainer").overrides
@@ -289,11 +289,10 @@ def test_a_lora_rank_of_megatrons_has_megatrons_alpha() -> None:
         ("actor_rollout_ref.model.lora.lora_A_init_method=xavier", "the Kaiming uniform rule here"),
     ],
 )
-def test_a_key_under_which_other_numbers_are_computed_is_reported_once(typed: str, why: str) -> None:
+def test_a_key_with_different_numbers_than_verl_is_reported_once(typed: str, why: str) -> None:
     notes = normalise([typed, typed], PPOConfig, "ppo_trainer").notes
     assert len(notes) == 1 and why in notes[0]
-    name = typed.partition("=")[0].replace("custom_reward", "reward.custom_reward")
-    assert notes[0].startswith(f"{name}=") and ": results differ from verl's: " in notes[0]
+    assert notes[0].startswith(f"{typed.partition('=')[0]}=") and ": results differ from verl's: " in notes[0]
 
 
 @pytest.mark.parametrize(
@@ -305,21 +304,21 @@ def test_a_key_under_which_other_numbers_are_computed_is_reported_once(typed: st
         "trainer.seed=3",
     ],
 )
-def test_a_value_that_makes_no_difference_is_not(typed: str) -> None:
+def test_a_value_without_numerical_difference_is_not_reported(typed: str) -> None:
     assert normalise([typed], PPOConfig, "ppo_trainer").notes == ()
 
 
-def test_a_run_for_which_no_such_key_is_typed_has_no_such_note() -> None:
+def test_defaults_and_recipes_report_no_numerical_difference() -> None:
     for words in ([], ["recipe=quickstart"], ["recipe=quickstart", "algorithm=ppo"]):
-        assert not any("than in verl" in note for note in compose_with_notes("ppo_trainer", PPOConfig, words)[2])
+        assert not any("differ from verl" in note for note in compose_with_notes("ppo_trainer", PPOConfig, words)[2])
 
 
-def test_every_such_key_is_one_that_can_be_typed() -> None:
+def test_every_key_with_different_numbers_exists() -> None:
     keys = [*keys_of(PPOConfig).leaves, *compat().accepted]
     assert all(any(fnmatchcase(key, pattern) for key in keys) for pattern in compat().numbers)
 
 
-def test_the_memory_of_a_sandbox_is_that_of_a_tests_process() -> None:
+def test_memory_limit_of_verls_sandbox_sets_that_of_code_rewards() -> None:
     command = normalise(["reward_model.sandbox_fusion.memory_limit_mb=2048"], PPOConfig, "ppo_trainer")
     assert command.overrides == ("reward.code.memory_limit_mb=2048",)
     config, *_ = compose_with_notes("ppo_trainer", PPOConfig, ["reward.sandbox_fusion.memory_limit_mb=null"])

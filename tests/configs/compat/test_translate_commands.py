@@ -1,4 +1,4 @@
-"""Command lines as they stand in verl's public scripts: they pass unchanged, or the answer says what is not here."""
+"""Command lines of verl's public scripts: they pass unchanged, or an error names what is not supported."""
 
 import math
 from dataclasses import dataclass, field
@@ -14,14 +14,14 @@ from trainer.main_ppo import PROGRAM
 
 @dataclass
 class Known:
-    """words: of the command line. refused: what the answer says; "": it passes."""
+    """A command line. words: its arguments. refused: start of the error; "" if it passes."""
 
     words: list[str] = field(default_factory=list)
     refused: str = ""
 
 
 def known_commands() -> dict[str, Known]:
-    """By name."""
+    """Command lines by name."""
     found: dict[str, Known] = {}
     for line in Path(__file__).with_name("verl_commands.txt").read_text().splitlines():
         head, _, rest = line.partition(" ")
@@ -40,14 +40,14 @@ COMMANDS = known_commands()
 
 
 def composed(name: str) -> PPOConfig:
-    """What trainer.dry_run=config composes and checks; raises ValueError where it complains. Neither models nor data exist."""
+    """Compose and check like trainer.dry_run=config; raises ValueError for a problem. Neither models nor data exist."""
     config, typed, _ = compose_with_notes(PROGRAM.root, PROGRAM.schema, COMMANDS[name].words)
     PROGRAM.check(config, typed)
     return config
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_a_public_command_line_passes_or_says_what_is_not_here(name: str) -> None:
+def test_a_public_command_line_passes_or_is_refused_as_listed(name: str) -> None:
     try:
         composed(name)
         errors = []
@@ -57,26 +57,26 @@ def test_a_public_command_line_passes_or_says_what_is_not_here(name: str) -> Non
     assert any(error.startswith(refused) for error in errors) if refused else errors == [], errors
 
 
-def test_it_is_what_the_program_says(capsys: pytest.CaptureFixture[str]) -> None:
+def test_program_accepts_and_refuses_like_the_check(capsys: pytest.CaptureFixture[str]) -> None:
     codes = [PROGRAM([*COMMANDS[name].words, "trainer.dry_run=config"]) for name in ("lora-megatron", "npu-sglang")]
-    said = capsys.readouterr()
-    assert codes == [0, 2] and said.out.startswith("configuration is fine: 8 workers on cuda")
-    assert "error: trainer.device=" in said.err
+    output = capsys.readouterr()
+    assert codes == [0, 2] and output.out.startswith("configuration is fine: 8 workers on cuda")
+    assert "error: trainer.device=" in output.err
 
 
-def test_what_fsdp_does_in_place_of_megatron() -> None:
+def test_lora_on_megatron_is_trained_with_fsdp() -> None:
     adapter = composed("lora-megatron")
     assert {adapter.actor_rollout_ref.actor.strategy, adapter.actor_rollout_ref.ref.strategy, adapter.critic.strategy} == {"fsdp"}
     assert composed("megatron-path").actor_rollout_ref.actor.strategy == "megatron"
     assert (adapter.actor_rollout_ref.model.lora_rank, adapter.actor_rollout_ref.model.lora_alpha) == (16, 32.0)
 
 
-def test_rejection_is_called_otherwise() -> None:
+def test_rejection_threshold_becomes_a_rejection_rule() -> None:
     correction = composed("correction-0.6").algorithm.rollout_correction
     assert rejection_rules(correction) == [("seq_mean_k1", math.log(1 / 1.001), math.log(1.001))]
     assert correction.loss_type == "reinforce" and correction.bypass_mode
 
 
-def test_most_of_them_pass() -> None:
+def test_at_least_80_percent_of_the_command_lines_pass() -> None:
     passing = [name for name, command in COMMANDS.items() if not command.refused]
     assert len(COMMANDS) >= 55 and len(passing) >= 0.8 * len(COMMANDS)

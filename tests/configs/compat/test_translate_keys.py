@@ -1,4 +1,4 @@
-"""Every key of verl's main_ppo has an answer: it is ours, or left out or translated with a note, or the line says what to do."""
+"""Every key of verl's main_ppo is known, ignored or translated with a note, or refused with a remedy."""
 
 import ast
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ OFTEN = 10
 
 @dataclass(frozen=True)
 class Row:
-    """default: as it is typed. count: command lines in verl's examples that set the key."""
+    """A key of verl. default: as on a command line. count: command lines in verl's examples that set the key."""
 
     key: str
     default: str
@@ -48,19 +48,19 @@ ROWS = rows()
 WITH_DEFAULT = [row for row in ROWS if row.default not in (FOLLOWS, WANTED)]
 
 
-def test_the_list_is_whole() -> None:
-    """A copy of what was counted, 104 keys ten times or more."""
+def test_list_of_keys_is_complete() -> None:
+    """104 keys are set ten times or more."""
     assert len(ROWS) == 1010 and len({row.key for row in ROWS}) == 1010
     assert sum(row.count >= OFTEN for row in ROWS) == 104
 
 
-def test_all_keys_at_verls_defaults_are_taken_together() -> None:
+def test_all_keys_at_verls_defaults_compose_together() -> None:
     config = compose("ppo_trainer", PPOConfig, [f"{row.key}={row.default}" for row in WITH_DEFAULT])
     assert len(WITH_DEFAULT) > 800
     assert config.data.max_prompt_length == 512 and config.critic.fsdp_config.model_dtype == "float32"
 
 
-def test_no_key_that_is_set_often_is_refused_whatever_its_default() -> None:
+def test_frequent_keys_are_not_refused_at_their_defaults() -> None:
     keys = keys_of(PPOConfig)
     for row in ROWS:
         name = compat().rename(row.key, keys)
@@ -70,8 +70,8 @@ def test_no_key_that_is_set_often_is_refused_whatever_its_default() -> None:
             assert note.startswith(name) and ": " in note
 
 
-def test_with_another_value_each_passes_or_says_what_to_do() -> None:
-    """One line for each refused key, which is never called unknown."""
+def test_every_key_with_another_value_passes_or_is_refused_with_a_remedy() -> None:
+    """One line for each refused key, and never «no such key»."""
     with pytest.raises(ConfigError) as caught:
         normalise([f"{row.key}=surely_another" for row in ROWS], PPOConfig, "ppo_trainer")
     lines = str(caught.value).splitlines()
@@ -82,12 +82,12 @@ def test_with_another_value_each_passes_or_says_what_to_do() -> None:
         assert compat().rename(key.partition("=")[0], keys_of(PPOConfig)) == key.partition("=")[0]
 
 
-def test_a_key_that_nobody_has_is_still_unknown() -> None:
+def test_a_key_of_neither_system_is_unknown() -> None:
     with pytest.raises(ConfigError, match="there is no such key"):
         normalise(["actor_rollout_ref.actor.surely_not=1"], PPOConfig, "ppo_trainer")
 
 
-def test_null_where_ours_has_a_word_for_it() -> None:
+def test_null_is_translated_to_the_default_of_the_key() -> None:
     config = compose("ppo_trainer", PPOConfig, ["critic.optim.lr_warmup_steps=null", "reward.custom_reward_function.name=null"])
     assert config.critic.optim.lr_warmup_steps == -1
     assert config.reward.custom_reward_function.name == "compute_score"

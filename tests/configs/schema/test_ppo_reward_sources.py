@@ -1,4 +1,4 @@
-"""Who gives the score beside reward models."""
+"""Sources of the score other than reward models."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ from configs.schema.ppo import PPOConfig, asks_rules, has_score, wants_truth
         (("reward.remote_urls=[http://127.0.0.1:1]",), True, True),
     ],
 )
-def test_who_is_asked(words: Any, rules: bool, score: bool) -> None:
+def test_sources_of_the_score_follow_from_the_keys(words: Any, rules: bool, score: bool) -> None:
     reward = compose("ppo_trainer", PPOConfig, words).reward
     assert (asks_rules(reward), has_score(reward)) == (rules, score)
     assert wants_truth(reward) is (rules and not reward.remote_urls)

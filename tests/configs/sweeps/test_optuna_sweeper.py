@@ -1,4 +1,4 @@
-"""hydra/sweeper=optuna: real studies over a cheap objective; interrupted, started again, and told what they cannot do."""
+"""hydra/sweeper=optuna: real studies over a cheap objective: search, interruption, resume and errors."""
 
 import math
 from pathlib import Path
@@ -27,7 +27,7 @@ SEARCH = ("optim.lr=tag(log,interval(1e-6,1e-2))", "optim.lr_warmup_steps=range(
 
 
 class Search:
-    """Every job is worth what a hill says of its two keys, with its top at lr=1e-4 and lr_warmup_steps=20."""
+    """Search over two keys; the objective has one maximum, at lr=1e-4 and lr_warmup_steps=20."""
 
     def __init__(self) -> None:
         self.jobs: list[tuple[int, str, float, int]] = []
@@ -61,18 +61,18 @@ def study() -> Study:
     return Study(JOURNAL, JournalStorage(JournalFileBackend(f"s/{JOURNAL}")))
 
 
-def test_it_finds_the_top_of_a_hill_better_than_luck(search: Search, capsys: pytest.CaptureFixture[str]) -> None:
+def test_search_improves_over_its_random_start(search: Search, capsys: pytest.CaptureFixture[str]) -> None:
     search(*SEARCH, "hydra.sweeper.n_trials=20")
     assert [(number, run_dir) for number, run_dir, *_ in search.jobs] == [(i, f"s/{i}") for i in range(20)]
     assert all(1e-6 <= lr <= 1e-2 and 0 <= warmup < 50 for *_, lr, warmup in search.jobs)
     values = [trial.value for trial in study().trials if trial.value is not None]
-    assert median(values[12:]) > median(values[:10]) + 0.3, "later points are higher than the first, which are random"
+    assert median(values[12:]) > median(values[:10]) + 0.3, "later trials are better than the first ones, which are random"
     best = max(study().trials, key=lambda trial: trial.value or -math.inf)
-    said = capsys.readouterr().out.splitlines()[-1]
-    assert said.startswith(f"best: trial {best.number}, x with optim.lr=") and best.value is not None and best.value > -0.1
+    line = capsys.readouterr().out.splitlines()[-1]
+    assert line.startswith(f"best: trial {best.number}, x with optim.lr=") and best.value is not None and best.value > -0.1
 
 
-def test_started_again_it_goes_on_with_the_point_that_was_killed(search: Search) -> None:
+def test_restarted_search_resumes_with_the_killed_trial(search: Search) -> None:
     search.special = {2: KeyboardInterrupt(), 4: INTERRUPTED, 5: None, 6: float("inf")}
     with pytest.raises(KeyboardInterrupt):
         search(*SEARCH, "hydra.sweeper.n_trials=6")
@@ -80,30 +80,30 @@ def test_started_again_it_goes_on_with_the_point_that_was_killed(search: Search)
     del search.special[2]
     search.jobs = []
     search(*SEARCH, "hydra.sweeper.n_trials=6")
-    assert search.jobs[0] == killed, "the same point, in the same directory"
-    assert [number for number, *_ in search.jobs] == [2, 3, 4], "one that was told to stop ends the sweep"
+    assert search.jobs[0] == killed, "the same trial, in the same directory"
+    assert [number for number, *_ in search.jobs] == [2, 3, 4], "an interrupted trial ends the sweep"
     del search.special[4]
     search.jobs = []
     search(*SEARCH, "hydra.sweeper.n_trials=6")
-    assert [number for number, *_ in search.jobs] == [4, 5], "n_trials counts what there is"
+    assert [number for number, *_ in search.jobs] == [4, 5], "n_trials counts the existing trials"
     states = [trial.state for trial in study().trials]
     assert states == [TrialState.COMPLETE] * 5 + [TrialState.FAIL]
     search(*SEARCH, "hydra.sweeper.n_trials=7")
     assert [number for number, *_ in search.jobs] == [4, 5, 6, 7] and study().trials[6].state == TrialState.FAIL
-    assert len({job[2:] for job in search.jobs}) == 4, "no draw comes twice"
+    assert len({job[2:] for job in search.jobs}) == 4, "all trials have different values"
 
 
-def test_a_point_that_was_killed_while_it_was_made_is_given_up(search: Search, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_trial_killed_before_it_had_values_is_failed(search: Search, capsys: pytest.CaptureFixture[str]) -> None:
     search.special = {0: None}
     search(*SEARCH, "hydra.sweeper.n_trials=1")
-    assert "best" not in capsys.readouterr().out, "no point has a result"
+    assert "best" not in capsys.readouterr().out, "no trial has a result"
     study().ask()
     search(*SEARCH, "hydra.sweeper.n_trials=1")
     assert [number for number, *_ in search.jobs] == [0, 2]
     assert [trial.state for trial in study().trials] == [TrialState.FAIL, TrialState.FAIL, TrialState.COMPLETE]
 
 
-def test_the_same_seed_draws_the_same_points(search: Search, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_same_seed_gives_the_same_trials(search: Search, monkeypatch: pytest.MonkeyPatch) -> None:
     seeds: list[int] = []
 
     class Random(RandomSampler):
@@ -113,7 +113,7 @@ def test_the_same_seed_draws_the_same_points(search: Search, monkeypatch: pytest
 
     monkeypatch.setattr("optuna.samplers.RandomSampler", Random)
     search(*SEARCH, "hydra.sweeper.n_trials=4", "hydra.sweeper.sampler=random")
-    assert len(seeds) == 1, "no other one"
+    assert len(seeds) == 1, "a single sampler"
     first, search.jobs = [job[2:] for job in search.jobs], []
     search(*SEARCH, "hydra.sweeper.n_trials=4", "hydra.sweeper.sampler=random", "trainer.default_local_dir=t")
     assert [job[2:] for job in search.jobs] == first
@@ -122,13 +122,13 @@ def test_the_same_seed_draws_the_same_points(search: Search, monkeypatch: pytest
     assert [job[2:] for job in search.jobs] != first
 
 
-def test_two_points_at_a_time_have_numbers_of_their_own(search: Search) -> None:
+def test_concurrent_trials_have_different_numbers(search: Search) -> None:
     search(*SEARCH, "hydra.sweeper.n_trials=5", "hydra.sweeper.n_jobs=2")
     assert [number for number, *_ in search.jobs] == [0, 1, 2, 3, 4]
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         ((*SEARCH, "trainer.objective=null"), "an objective is required; set for example trainer.objective="),
         ((*SEARCH, "hydra.sweeper.n_trials=0"), "hydra.sweeper.n_trials=0: must be 1 or more"),
@@ -136,13 +136,13 @@ def test_two_points_at_a_time_have_numbers_of_their_own(search: Search) -> None:
         (("optim.lr=0.1",), "no key has a range"),
     ],
 )
-def test_what_it_cannot_do_is_one_line(search: Search, words: tuple[str, ...], said: str) -> None:
+def test_an_impossible_search_is_an_error_of_one_line(search: Search, words: tuple[str, ...], message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         search(*words)
-    assert said in str(caught.value) and "\n" not in str(caught.value) and search.jobs == []
+    assert message in str(caught.value) and "\n" not in str(caught.value) and search.jobs == []
 
 
-def test_another_search_in_the_same_directory_is_one_line(search: Search) -> None:
+def test_a_different_search_in_the_same_directory_is_refused(search: Search) -> None:
     search(*SEARCH, "hydra.sweeper.n_trials=1")
     for words, key in ((("optim.lr=interval(0.1,0.2)", SEARCH[1]), "optim.lr"), ((*SEARCH, "trainer.seed=7"), "settings")):
         with pytest.raises(ConfigError) as caught:
@@ -164,11 +164,11 @@ def test_another_search_in_the_same_directory_is_one_line(search: Search) -> Non
         ("tag(log,interval(1e-6,1e-2))", FloatDistribution(1e-6, 1e-2, log=True)),
     ],
 )
-def test_ranges_as_hydra_writes_them(text: str, expected: Any) -> None:
+def test_sweep_syntax_of_hydra_becomes_distributions(text: str, expected: Any) -> None:
     assert distribution(OverridesParser.create().parse_override(f"key={text}")) == expected
 
 
-def test_the_yaml_names_every_argument() -> None:
+def test_yaml_of_the_sweeper_has_every_argument() -> None:
     from inspect import signature
 
     from omegaconf import OmegaConf

@@ -1,4 +1,4 @@
-"""Micro-batches and shares: of how many GPUs, and of how many tokens."""
+"""Limits of micro-batches and of data-parallel shards, by GPUs and by tokens."""
 
 from dataclasses import replace
 
@@ -44,18 +44,18 @@ def limits(
         (None, 1, False, (None, 1)),
     ],
 )
-def test_micro_batch_limits(
+def test_micro_batch_limits_follow_from_the_keys(
     per_gpu: int | None, over_all: int | None, dynamic: bool, expected: tuple[int | None, int | None]
 ) -> None:
     assert limits(per_gpu, over_all, dynamic) == expected
 
 
-def test_a_count_over_all_divides_by_the_data_parallel_size() -> None:
+def test_a_total_count_must_be_divisible_by_the_data_parallel_size() -> None:
     with pytest.raises(ValueError, match=r"5 / 2 = 2\.5"):
         limits(None, 5, False)
 
 
-def test_a_copy_of_the_model_counts_once() -> None:
+def test_ranks_of_one_model_copy_count_once() -> None:
     four = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}
     assert limits(None, 16, False, gpus=8, strategy="megatron", **four) == (None, 8)
     assert limits(None, 16, False, gpus=8, strategy="fsdp", **four) == (None, 2)
@@ -64,7 +64,7 @@ def test_a_copy_of_the_model_counts_once() -> None:
         limits(None, 5, False, gpus=8, strategy="megatron", context_parallel_size=2)
 
 
-def test_ulysses_spreads_tokens_and_leaves_fewer_shares() -> None:
+def test_ulysses_multiplies_tokens_and_divides_the_data_parallel_size() -> None:
     assert limits(None, None, True, ulysses=2) == (200, None)
     assert limits(None, 16, False, gpus=8, ulysses=2) == (None, 4)
     assert limits(4, None, False, gpus=8, ulysses=2) == (None, 4)
@@ -73,14 +73,14 @@ def test_ulysses_spreads_tokens_and_leaves_fewer_shares() -> None:
     assert limits(None, None, True, strategy="megatron", ulysses=2) == (100, None)
 
 
-def test_context_parallelism_spreads_the_tokens_of_a_micro_batch() -> None:
+def test_context_parallelism_multiplies_the_tokens_of_a_micro_batch() -> None:
     assert limits(None, None, True, strategy="megatron", context_parallel_size=2) == (200, None)
     assert limits(None, None, True, strategy="megatron", tensor_model_parallel_size=2) == (100, None)
     assert limits(None, None, True, strategy="fsdp", context_parallel_size=2) == (100, None)
 
 
-def test_the_hard_cap_is_over_the_gpus_that_share_a_micro_batch() -> None:
-    """1,024 tokens are the longest row."""
+def test_token_cap_is_multiplied_by_the_gpus_of_a_micro_batch() -> None:
+    """The longest row has 1,024 tokens."""
     short = (f"{ACTOR}.ppo_max_token_len_per_gpu=512", f"{ROLLOUT}.log_prob_max_token_len_per_gpu=512")
     assert len(ppo_lines(*short, MEGATRON, needs_values=False)) == 2
     assert ppo_lines(*short, MEGATRON, CP2, needs_values=False) == []
@@ -91,7 +91,7 @@ def test_the_hard_cap_is_over_the_gpus_that_share_a_micro_batch() -> None:
     )
 
 
-def test_rows_are_enough_for_the_data_parallel_size() -> None:
+def test_fewer_rows_than_data_parallel_ranks_are_refused() -> None:
     few = ("data.train_batch_size=2", f"{ACTOR}.ppo_mini_batch_size=2", "critic.ppo_mini_batch_size=2")
     assert len(ppo_lines(*few)) == 1
     assert ppo_lines(*few, MEGATRON, TP2, PP2) == []
@@ -101,10 +101,10 @@ def test_rows_are_enough_for_the_data_parallel_size() -> None:
         "data-parallel size 4 = 8 workers (trainer.nnodes * trainer.n_gpus_per_node = 1 * 8) / 2; increase it"
     )
     (line,) = ppo_lines(*few, MEGATRON, TP2, PP2, f"{REF}.strategy=fsdp", f"{ACTOR}.use_kl_loss=true")
-    assert "are fewer than 8 workers" in line, "the reference takes a share on every one"
+    assert "are fewer than 8 workers" in line, "the reference takes rows on every worker"
 
 
-def test_of_supervised_training_too() -> None:
+def test_rows_and_lengths_of_supervised_training_are_checked() -> None:
     four = ("data.train_batch_size=4", "engine.strategy=megatron")
     assert sft_lines(*four, "engine.megatron.tensor_model_parallel_size=2") == []
     (line,) = sft_lines(*four)

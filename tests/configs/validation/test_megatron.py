@@ -1,4 +1,4 @@
-"""Cuts of models that Megatron cannot make, in one line each."""
+"""Parallel layouts and options that Megatron does not support, with one line each."""
 
 from dataclasses import replace
 from typing import Any
@@ -27,7 +27,7 @@ ALL_TWO = {
 
 
 def role(**changes: Any) -> ShardedConfig:
-    """On Megatron."""
+    """A role on Megatron with these settings."""
     actor = DEFAULTS.actor_rollout_ref.actor
     return replace(actor, strategy="megatron", megatron=replace(actor.megatron, **changes))
 
@@ -40,7 +40,7 @@ def of_override(**fields: Any) -> list[str]:
     return problems(role(override_transformer_config=fields), critic=role(override_transformer_config=fields))
 
 
-def test_a_copy_of_the_model_takes_whole_gpus() -> None:
+def test_ranks_of_a_model_copy_must_divide_the_workers() -> None:
     assert problems(role(**ALL_TWO), critic=role(**ALL_TWO)) == []
     sizes = {"tensor_model_parallel_size": 3, "pipeline_model_parallel_size": 2}
     product = "tensor_model_parallel_size * pipeline_model_parallel_size * context_parallel_size = 3 * 2 * 1 = 6"
@@ -59,13 +59,13 @@ def test_a_copy_of_the_model_takes_whole_gpus() -> None:
         (1, 2, "must be at least 2"),
     ],
 )
-def test_virtual_stages_are_parts_of_stages(parts: int, stages: int, why: str) -> None:
+def test_virtual_stages_need_two_chunks_and_two_stages(parts: int, stages: int, why: str) -> None:
     (line,) = problems(role(pipeline_model_parallel_size=stages, **{VPP: parts}))
     assert line == f"{ACTOR}.megatron.{VPP}={parts}: {why}; use null for one chunk per stage"
 
 
 @pytest.mark.parametrize("name", ALL_TWO)
-def test_roles_on_the_same_gpus_are_cut_alike(name: str) -> None:
+def test_roles_on_the_same_gpus_must_be_split_in_the_same_way(name: str) -> None:
     unlike = role(**ALL_TWO | {name: None if name == VPP else 4})
     (line,) = problems(role(**ALL_TWO), critic=unlike)
     assert line == (
@@ -77,7 +77,7 @@ def test_roles_on_the_same_gpus_are_cut_alike(name: str) -> None:
     assert line.startswith(f"critic.megatron.{name}=") and f": ref.megatron.{name}=2, but" in line
 
 
-def test_a_role_counts_where_it_is_used() -> None:
+def test_only_used_roles_are_checked() -> None:
     kl = f"{ACTOR}.use_kl_loss=true"
     assert ppo_lines(MEGATRON, TP2, PP2, CP2, f"{ACTOR}.megatron.{VPP}=2", kl) == [], "all follow the actor"
     unlike = f"{REF}.megatron.context_parallel_size=2"
@@ -96,20 +96,20 @@ def test_a_role_counts_where_it_is_used() -> None:
         ("fp8=null", "this is always the case"),
     ],
 )
-def test_what_changes_no_number_is_left_out_with_a_note(field: str, why: str) -> None:
+def test_an_override_without_effect_on_numbers_gives_a_note(field: str, why: str) -> None:
     key = f"{ACTOR}.megatron.override_transformer_config"
     notes = ppo_lines(MEGATRON, f"+{key}.{field}")
     assert notes == [f"{key}.{field.partition('=')[0]} has no effect: {why}"]
 
 
 @pytest.mark.parametrize("field", ["hidden_dropout=0.1", "fp8=hybrid", "pipeline_model_parallel_layout=E|t|L"])
-def test_what_would_change_numbers_or_places_is_not(field: str) -> None:
+def test_an_override_that_changes_numbers_or_placement_is_refused(field: str) -> None:
     key = f"{ACTOR}.megatron.override_transformer_config"
     (line,) = ppo_lines(MEGATRON, f"+{key}.{field}")
     assert line.startswith(f"error: {key}.{field.partition('=')[0]}: the model or another key sets it")
 
 
-def test_other_programs_are_cut_too() -> None:
+def test_layouts_of_other_programs_are_checked() -> None:
     (line,) = sft_lines("engine.strategy=megatron", "engine.megatron.tensor_model_parallel_size=5")
     assert line.startswith("error: engine.megatron: ") and "= 5 does not divide" in line
     config = compose("parity", ParityConfig, [MEGATRON, TP2, "trainer.n_gpus_per_node=3"])
@@ -119,7 +119,7 @@ def test_other_programs_are_cut_too() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "told"),
+    ("fields", "message"),
     [
         ({"hidden_size": 8}, ".hidden_size: the model or another key sets it"),
         ({"tensor_model_parallel_size": 2}, ".tensor_model_parallel_size: the model or another key sets it"),
@@ -142,12 +142,12 @@ def test_other_programs_are_cut_too() -> None:
         ),
     ],
 )
-def test_fields_of_transformer_config_that_cannot_be_set(fields: dict[str, Any], told: str) -> None:
+def test_unsupported_fields_of_transformer_config_are_refused(fields: dict[str, Any], message: str) -> None:
     (line,) = of_override(**fields)
-    assert line.startswith(f"{OVERRIDE}.") and told in line
+    assert line.startswith(f"{OVERRIDE}.") and message in line
 
 
-def test_fields_of_transformer_config_that_are_heeded_or_change_nothing() -> None:
+def test_supported_and_ineffective_fields_of_transformer_config_are_accepted() -> None:
     assert of_override(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1) == []
     assert of_override(recompute_granularity="selective", recompute_modules=["mlp"]) == []
     assert of_override(recompute_granularity=None, bias_activation_fusion=True) == []
@@ -160,13 +160,13 @@ def test_fields_of_transformer_config_that_are_heeded_or_change_nothing() -> Non
     assert list(megatron_notes({ACTOR: replace(kernels, strategy="fsdp")})) == []
 
 
-def test_what_verl_has_by_default_passes() -> None:
+def test_verls_megatron_defaults_pass() -> None:
     typed = [f"{ACTOR}.{line}".replace("\t", "=") for line in VERL_MEGATRON.read_text().splitlines()[1:]]
     (note,) = ppo_lines(MEGATRON, *typed)
     assert note.startswith(f"{OVERRIDE}.attention_backend has no effect")
 
 
-def test_a_repeatable_run_on_cuda_was_never_measured() -> None:
+def test_deterministic_runs_on_megatron_are_refused_on_cuda() -> None:
     (line,) = ppo_lines(MEGATRON, "trainer.deterministic=true")
     assert line == (
         f"error: trainer.deterministic=true: {ACTOR}.strategy=megatron is not known to be reproducible on CUDA; use strategy=fsdp"

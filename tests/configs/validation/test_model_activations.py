@@ -1,4 +1,4 @@
-"""Which engine has which way to save activations' memory."""
+"""Activation offload and tiled MLPs: supported engines and required keys."""
 
 import pytest
 
@@ -9,7 +9,7 @@ MEGATRON = f"{ACTOR}.strategy=megatron"
 
 
 @pytest.mark.parametrize("option", ["enable_activation_offload", "tiled_mlp.enabled"])
-def test_fsdp_alone_has_them(option: str) -> None:
+def test_activation_options_are_refused_on_megatron(option: str) -> None:
     asked = f"{MODEL}.{option}=true"
     assert ppo_lines(asked, needs_values=False) == []
     (line,) = ppo_lines(asked, MEGATRON, needs_values=False)
@@ -24,7 +24,7 @@ def test_fsdp_alone_has_them(option: str) -> None:
     assert line.startswith(f"error: model.{option}=true: not supported by strategy=megatron")
 
 
-def test_offloading_wants_recomputation() -> None:
+def test_activation_offload_requires_gradient_checkpointing() -> None:
     (line,) = ppo_lines(
         f"{MODEL}.enable_activation_offload=true", f"{MODEL}.enable_gradient_checkpointing=false", needs_values=False
     )

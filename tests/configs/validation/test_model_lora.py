@@ -1,4 +1,4 @@
-"""Where there can be no adapter, and which keys have no effect."""
+"""LoRA: unsupported combinations, and keys without effect."""
 
 import pytest
 
@@ -30,7 +30,7 @@ def lines(root: str, *overrides: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("root", "overrides", "told"),
+    ("root", "overrides", "expected"),
     [
         ("ppo_trainer", [f"{MODEL}.lora_rank=8", f"{MODEL}.target_modules=[q_proj]"], []),
         ("sft_trainer", ["model.lora_rank=8"], []),
@@ -101,12 +101,11 @@ def lines(root: str, *overrides: str) -> list[str]:
         ("ppo_trainer", ["actor_rollout_ref.actor.use_kl_loss=true", "actor_rollout_ref.ref.strategy=fsdp"], []),
     ],
 )  # fmt: skip
-def test_lines(root: str, overrides: list[str], told: list[str]) -> None:
-    assert lines(root, *overrides) == told
+def test_keys_of_an_adapter_give_these_errors_and_notes(root: str, overrides: list[str], expected: list[str]) -> None:
+    assert lines(root, *overrides) == expected
 
 
-def test_an_adapter_that_would_be_nothing() -> None:
+def test_an_alpha_of_zero_is_refused() -> None:
     config = compose("ppo_trainer", PPOConfig, ["actor_rollout_ref.model.lora_rank=8", "actor_rollout_ref.model.lora_alpha=0"])
-    told = r"^actor_rollout_ref.model.lora_alpha=0: .* set it to lora_rank or twice lora_rank$"
-    with pytest.raises(ConfigError, match=told):
+    with pytest.raises(ConfigError, match=r"^actor_rollout_ref.model.lora_alpha=0: .* set it to lora_rank or twice lora_rank$"):
         check_ppo(config, (), needs_values=True)

@@ -23,24 +23,24 @@ def check_ppo(*words: str) -> None:
         (ACTOR, ["algorithm=ppo", f"{ACTOR}.fsdp_config.model_dtype=float16"]),
     ],
 )
-def test_what_learns_does_not_compute_in_float16(role: str, words: list[str]) -> None:
+def test_trained_models_in_float16_are_refused(role: str, words: list[str]) -> None:
     with pytest.raises(ConfigError, match=rf"{role}\.fsdp_config\.dtype=float16: {USE}"):
         check_ppo(*words, f"{role}.fsdp_config.dtype=fp16")
 
 
-def test_nor_are_its_gradients_kept_so() -> None:
+def test_trained_parameters_in_float16_are_refused_unless_frozen_by_lora() -> None:
     kept = f"{ACTOR}.fsdp_config.model_dtype=float16"
     with pytest.raises(ConfigError, match=rf"{ACTOR}\.fsdp_config\.model_dtype=float16: {USE}"):
         check_ppo("algorithm=grpo", kept)
-    check_ppo("algorithm=grpo", kept, "actor_rollout_ref.model.lora_rank=8")  # the frozen base is kept in it
+    check_ppo("algorithm=grpo", kept, "actor_rollout_ref.model.lora_rank=8")  # the frozen base is in float16
 
 
-def test_what_does_not_learn_may() -> None:
+def test_frozen_models_in_float16_are_accepted() -> None:
     frozen = (f"{REF}.fsdp_config.dtype=float16", f"{JUDGE}.fsdp_config.dtype=float16", "actor_rollout_ref.rollout.dtype=float16")
     check_ppo("algorithm=grpo", *frozen, f"{ACTOR}.use_kl_loss=true", f"{CRITIC}.fsdp_config.dtype=float16")
 
 
-def test_supervised_models_learn() -> None:
+def test_supervised_training_in_float16_is_refused() -> None:
     with pytest.raises(ConfigError, match=rf"engine\.fsdp_config\.dtype=float16: {USE}"):
         main_sft.PROGRAM.check(compose("sft_trainer", SFTConfig, ["engine.fsdp_config.dtype=float16"]), frozenset())
     config = compose("reward_model_trainer", RewardModelConfig, ["engine.fsdp_config.dtype=float16"])

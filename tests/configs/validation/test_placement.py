@@ -1,4 +1,4 @@
-"""What a pool means for the roles in it: every check counts the role's own workers."""
+"""Checks of roles in pools: every check counts the workers of the role's own pool."""
 
 import pytest
 
@@ -15,24 +15,24 @@ HALF = "3 workers (pool actor: 1 node * 6 GPUs / 2 pools = 1 * 3)"
 
 
 def shared(fraction: float) -> list[str]:
-    """The engine shares GPUs with the critic."""
+    """Overrides with which the engine shares GPUs with the critic."""
     pool = f"{{nodes: 1, gpus: 2, fraction: {fraction}}}"
     roles = ("placement.roles.actor=a", "placement.roles.critic=b")
     return ["placement=custom", "trainer.n_gpus_per_node=2", f"placement.pools.a={pool}", f"placement.pools.b={pool}", *roles]
 
 
-def test_a_placement_that_works_is_told() -> None:
-    told = "placement.layout=colocate_pairs: actor (actor, rollout): node 0, GPUs 0-2; critic (critic): node 0, GPUs 3-5"
-    assert ppo_lines(*PAIRS) == [told]
+def test_a_valid_placement_gives_a_note_with_its_layout() -> None:
+    note = "placement.layout=colocate_pairs: actor (actor, rollout): node 0, GPUs 0-2; critic (critic): node 0, GPUs 3-5"
+    assert ppo_lines(*PAIRS) == [note]
     assert ppo_lines("placement=colocate_all") == []
 
 
-def test_one_that_cannot_be_is_told_first() -> None:
+def test_an_impossible_placement_is_the_only_error() -> None:
     (line,) = ppo_lines("placement=split", "trainer.n_gpus_per_node=4", "data.train_batch_size=3")
     assert line.startswith("error: placement.layout=split: 3 pools (actor, critic, rollout) cannot share trainer.nnodes")
 
 
-def test_the_roles_own_workers_are_counted() -> None:
+def test_sizes_are_checked_against_the_workers_of_the_roles_pool() -> None:
     assert ppo_lines(*PAIRS, f"{ACTOR}.fsdp_config.fsdp_size=2")[0] == (
         f"error: {ACTOR}.fsdp_config.fsdp_size=2: does not divide {HALF} (3 = 1 * 2 + 1); use a divisor"
     )
@@ -52,14 +52,14 @@ def test_the_roles_own_workers_are_counted() -> None:
     assert ppo_lines(*CUSTOM, "critic.ppo_micro_batch_size=7") == ppo_lines(*CUSTOM), "one worker takes any number"
 
 
-def test_models_on_other_gpus_are_cut_as_they_like() -> None:
+def test_models_on_different_gpus_can_be_split_differently() -> None:
     cut = ("algorithm.adv_estimator=gae", f"{ACTOR}.strategy=megatron", "critic.megatron.tensor_model_parallel_size=2")
     assert compose("ppo_trainer", PPOConfig, cut).critic.megatron.tensor_model_parallel_size == 1
     assert compose("ppo_trainer", PPOConfig, (*cut, "placement=colocate_pairs")).critic.megatron.tensor_model_parallel_size == 2
     assert not any(line.startswith("error") for line in ppo_lines(*cut, "placement=colocate_pairs"))
 
 
-def test_an_engine_on_a_shared_gpu_does_not_sleep() -> None:
+def test_an_engine_on_a_shared_gpu_must_not_sleep_or_exceed_its_fraction() -> None:
     (line,) = ppo_lines(*shared(0.5))
     assert line.startswith("error: placement.pools.a.fraction=0.5: memory of a shared GPU is reserved once")
     awake = f"{ROLLOUT}.free_cache_engine=false"
@@ -68,7 +68,7 @@ def test_an_engine_on_a_shared_gpu_does_not_sleep() -> None:
     assert line.endswith("gpu_memory_utilization=0.5 is a fraction of the whole GPU and must not exceed the pool's")
 
 
-def test_in_this_process_there_is_one_pool() -> None:
+def test_the_local_backend_refuses_several_pools() -> None:
     half = [text.replace("gpus: 2", "gpus: 1") for text in shared(0.5)]
     local = ("trainer.backend=local", "trainer.n_gpus_per_node=1", f"{ROLLOUT}.free_cache_engine=false")
     (line,) = ppo_lines(*half, *local)
@@ -78,12 +78,12 @@ def test_in_this_process_there_is_one_pool() -> None:
 
 
 @pytest.mark.parametrize("layout", ["colocate_all", "colocate_pairs", "split", "custom"])
-def test_a_group_and_its_leaf_give_the_same(layout: str) -> None:
+def test_a_placement_group_and_its_leaf_give_the_same_configuration(layout: str) -> None:
     group, leaf = (compose("ppo_trainer", PPOConfig, [word]) for word in (f"placement={layout}", f"placement.layout={layout}"))
     assert group == leaf and group.placement.layout == layout
 
 
-def test_sizes_and_names_that_cannot_be_read() -> None:
+def test_invalid_fractions_and_role_names_are_refused() -> None:
     pool = "placement.pools.a={nodes: 1, gpus: 2, fraction: 1.5}"
     with pytest.raises(ValueError, match=r"placement\.pools\.a\.fraction=1\.5: .*less than or equal to 1"):
         compose("ppo_trainer", PPOConfig, [pool])

@@ -1,4 +1,4 @@
-"""Numbers that cannot work, with the arithmetic."""
+"""Invalid combinations of keys: errors with the arithmetic, and notes."""
 
 import pytest
 
@@ -17,7 +17,7 @@ LONGEST = "data.max_prompt_length + data.max_response_length = 512 + 512 = 1024"
 
 
 def ppo_lines(*overrides: str, needs_values: bool = True) -> list[str]:
-    """The problems; none: the notes."""
+    """Errors, or the notes if there are none."""
     config = compose("ppo_trainer", PPOConfig, overrides)
     typed = {override.partition("=")[0] for override in overrides}
     try:
@@ -33,7 +33,7 @@ def sft_lines(*overrides: str) -> list[str]:
         return [f"error: {line}" for line in str(error).splitlines()]
 
 
-def test_a_judge_needs_an_address_and_less_time_than_the_reward_has() -> None:
+def test_a_judge_needs_url_model_and_a_timeout_below_the_rewards() -> None:
     assert ppo_lines("reward.scorer=judge") == [
         f"error: reward.scorer=judge: reward.judge.{name} is null; set the URL of an OpenAI-compatible server and its model"
         for name in ("url", "model")
@@ -46,12 +46,12 @@ def test_a_judge_needs_an_address_and_less_time_than_the_reward_has() -> None:
     ]
 
 
-def test_a_scorer_beside_a_function_of_the_users_is_told() -> None:
+def test_a_scorer_with_a_custom_function_has_no_effect() -> None:
     lines = ppo_lines("reward.scorer=math", "reward.custom_reward_function.path=rewards.py")
     assert lines == ["reward.scorer=math has no effect: reward.custom_reward_function computes the scores"]
 
 
-def test_defaults_and_the_quick_start_work() -> None:
+def test_defaults_and_quick_start_have_no_errors_or_notes() -> None:
     assert ppo_lines() == []
     assert ppo_lines("recipe=quickstart", needs_values=False) == []
     assert ppo_lines("recipe=quickstart", "algorithm=ppo") == []
@@ -185,7 +185,7 @@ def test_defaults_and_the_quick_start_work() -> None:
         ),
     ],
 )
-def test_what_cannot_work_fails_with_the_arithmetic(overrides: list[str], lines: list[str]) -> None:
+def test_an_invalid_combination_is_an_error_with_the_arithmetic(overrides: list[str], lines: list[str]) -> None:
     assert ppo_lines(*overrides) == [f"error: {line}" for line in lines]
 
 
@@ -211,23 +211,23 @@ def test_what_cannot_work_fails_with_the_arithmetic(overrides: list[str], lines:
         ["reward.shaping.clip=[0, 1]"],
     ],
 )
-def test_a_limit_counts_only_where_it_is_used(overrides: list[str]) -> None:
+def test_limits_of_unused_keys_are_not_checked(overrides: list[str]) -> None:
     assert ppo_lines(*overrides) == []
 
 
-def test_the_reference_counts_with_a_kl() -> None:
+def test_the_reference_is_checked_if_there_is_a_kl() -> None:
     for kl in ("algorithm.use_kl_in_reward=true", f"{ACTOR}.use_kl_loss=true"):
         (line,) = ppo_lines(kl, f"{REF}.log_prob_micro_batch_size=12")
         assert line.startswith(f"error: {REF}.log_prob_micro_batch_size=12: ")
 
 
-def test_the_critic_counts_only_where_there_is_one() -> None:
+def test_the_critic_is_checked_only_if_it_is_used() -> None:
     wrong = ["algorithm.adv_estimator=grpo", f"{ROLLOUT}.n=2", "critic.ppo_max_token_len_per_gpu=9"]
     assert ppo_lines(*wrong, needs_values=False) == []
     assert len(ppo_lines(*wrong, "critic.enable=true", needs_values=False)) == 2
 
 
-def test_what_vllm_cannot_do() -> None:
+def test_settings_unsupported_by_vllm_are_refused() -> None:
     vllm = ["rollout=vllm", "trainer.n_gpus_per_node=3", f"{ROLLOUT}.tensor_model_parallel_size=2"]
     (line,) = ppo_lines(*vllm)
     assert line.startswith(f"error: {ROLLOUT}.tensor_model_parallel_size=2: does not divide 3 workers")
@@ -235,37 +235,37 @@ def test_what_vllm_cannot_do() -> None:
     assert ppo_lines(*vllm[1:], "rollout=embedded") != [line], "the embedded engine is not split"
     one = ["rollout=vllm", f"{ROLLOUT}.tensor_model_parallel_size=1", "trainer.n_gpus_per_node=1"]
     assert ppo_lines(*one, f"{ROLLOUT}.enforce_eager=true", f"{ROLLOUT}.val_kwargs.temperature=0") == []
-    for words, said in (
+    for words, message in (
         (f"{ROLLOUT}.dtype=float64", "dtype=float64: not supported by vLLM"),
         (f"{ROLLOUT}.temperature=0.005", "temperature=0.005: the minimum of vLLM is 0.01"),
         (f"{ROLLOUT}.val_kwargs.temperature=0.005", "val_kwargs.temperature=0.005: the minimum of vLLM is"),
         (f"+{ROLLOUT}.engine_kwargs.vllm.model=a", "engine_kwargs.vllm.model: set by another key"),
     ):
         (line,) = ppo_lines(*one, words)
-        assert line.startswith(f"error: {ROLLOUT}.{said}"), line
+        assert line.startswith(f"error: {ROLLOUT}.{message}"), line
 
 
-def test_what_sglang_cannot_do() -> None:
+def test_settings_unsupported_by_sglang_are_refused() -> None:
     two = ["rollout=sglang", f"{ROLLOUT}.tensor_model_parallel_size=2"]
     (line,) = ppo_lines(*two, "trainer.n_gpus_per_node=3")
     assert line.startswith(f"error: {ROLLOUT}.tensor_model_parallel_size=2: does not divide 3 workers")
     (line,) = ppo_lines(*two, "trainer.n_gpus_per_node=3", "trainer.nnodes=2")
     assert line.endswith("must fit on one node, but 2 does not divide the 3 GPUs of a node (3 = 1 * 2 + 1); use a divisor")
-    for words, said in (
+    for words, message in (
         (f"{ROLLOUT}.dtype=float64", "dtype=float64: not supported by SGLang"),
         (f"{ROLLOUT}.temperature=1e-7", "temperature=1e-07: the minimum of SGLang is 1e-06"),
         (f"+{ROLLOUT}.engine_kwargs.sglang.pp_size=3", "engine_kwargs.sglang.pp_size: set by another key"),
     ):
         (line,) = ppo_lines(*two, "trainer.n_gpus_per_node=2", words)
-        assert line.startswith(f"error: {ROLLOUT}.{said}"), line
+        assert line.startswith(f"error: {ROLLOUT}.{message}"), line
 
 
-def test_the_embedded_engine_has_no_use_for_vllms_keys() -> None:
+def test_vllm_keys_have_no_effect_on_the_embedded_engine() -> None:
     (note,) = ppo_lines(f"{ROLLOUT}.enforce_eager=true")
     assert note.startswith(f"{ROLLOUT}.enforce_eager has no effect")
 
 
-def test_notes() -> None:
+def test_keys_without_effect_give_notes() -> None:
     assert ppo_lines(f"{ROLLOUT}.tensor_model_parallel_size=2", f"{ROLLOUT}.gpu_memory_utilization=0.4") == [
         f"{ROLLOUT}.tensor_model_parallel_size has no effect: the embedded engine is not split over GPUs",
         f"{ROLLOUT}.gpu_memory_utilization has no effect: the embedded engine allocates memory for max_num_seqs responses",
@@ -288,13 +288,13 @@ def test_notes() -> None:
     assert note == "trainer.best_metric has no effect: trainer.save_freq=-1 disables checkpoints"
 
 
-def test_a_walltime_can_be_read() -> None:
+def test_walltime_is_checked_in_both_programs() -> None:
     for lines in (ppo_lines, sft_lines):
         assert lines("trainer.walltime=01:30:00") == lines("trainer.walltime=5400") == lines()
         assert lines("trainer.walltime=1h") == ["error: trainer.walltime=1h: must be seconds, or [[days-]hours:]minutes:seconds"]
 
 
-def test_alarms_that_cannot_do_what_they_are_asked() -> None:
+def test_alarms_with_an_impossible_action_are_refused() -> None:
     assert ppo_lines("alarms.reward.action=rollback", "alarms.length.action=stop") == [
         "error: alarms.reward.action=rollback: no checkpoint to restore; set trainer.save_freq, or use action=stop"
     ]
@@ -306,7 +306,7 @@ def test_alarms_that_cannot_do_what_they_are_asked() -> None:
     assert line.startswith("error: alarms.nonfinite.action=rollback: supervised training has no rollback")
 
 
-def test_the_bound_of_the_mismatch_is_the_corrections() -> None:
+def test_mismatch_alarm_follows_the_bound_of_the_correction() -> None:
     config = compose("ppo_trainer", PPOConfig, ["algorithm.rollout_correction.mismatch_bound=null"])
     assert config.alarms.mismatch.bound is None
 
@@ -350,11 +350,11 @@ def generation_lines(*overrides: str) -> list[str]:
         ),
     ],
 )
-def test_generation(overrides: list[str], lines: list[str]) -> None:
+def test_keys_of_generation_give_these_errors_and_notes(overrides: list[str], lines: list[str]) -> None:
     assert generation_lines(*overrides) == lines
 
 
-def test_a_run_that_shall_repeat_itself_wants_an_engine_that_does() -> None:
+def test_a_deterministic_run_requires_deterministic_sglang_on_cuda() -> None:
     sglang = ("trainer.deterministic=true", f"{ROLLOUT}.name=sglang", f"{ROLLOUT}.tensor_model_parallel_size=1")
     (line,) = ppo_lines(*sglang)
     assert line.startswith("error: trainer.deterministic=true: SGLang on CUDA is not deterministic by default")

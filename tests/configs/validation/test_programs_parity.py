@@ -1,4 +1,4 @@
-"""What main_parity cannot do, in one line each."""
+"""main_parity: short keys, errors and notes."""
 
 import pytest
 
@@ -10,8 +10,8 @@ from configs.validation.programs import check_parity
 ROLLOUT = "actor_rollout_ref.rollout"
 
 
-def told(*overrides: str) -> list[str]:
-    """The notes, or the problems."""
+def parity_lines(*overrides: str) -> list[str]:
+    """Errors, or the notes if there are none."""
     config = compose("parity", ParityConfig, overrides)
     try:
         return check_parity(config, {override.partition("=")[0] for override in overrides})
@@ -19,7 +19,7 @@ def told(*overrides: str) -> list[str]:
         return str(error).splitlines()
 
 
-def test_the_short_keys() -> None:
+def test_short_keys_set_model_and_engines() -> None:
     config = compose("parity", ParityConfig, ["model='~/other'", "engines=vllm"])
     assert config.engines == ["vllm"] and config.actor_rollout_ref.model.path == config.model and "~" not in config.model
     assert compose("parity", ParityConfig, ["actor_rollout_ref.model.path=m"]).actor_rollout_ref.model.path == "m"
@@ -73,12 +73,12 @@ def test_the_short_keys() -> None:
         ([f"{ROLLOUT}.top_k=9"], [f"bounds.draw_z has no effect: {ROLLOUT}.top_k or top_p truncate the distribution"]),
     ],
 )
-def test_parity(overrides: list[str], lines: list[str]) -> None:
-    assert told(*overrides) == lines
+def test_keys_of_parity_give_these_errors_and_notes(overrides: list[str], lines: list[str]) -> None:
+    assert parity_lines(*overrides) == lines
 
 
 def test_an_unknown_engine_gets_the_nearest() -> None:
-    (line,) = told("engines=[embeded]")
+    (line,) = parity_lines("engines=[embeded]")
     assert line.startswith("engines: embeded: unknown engine; known: embedded, ") and line.endswith("; did you mean embedded?")
 
 

@@ -1,4 +1,4 @@
-"""Servers of rewards: addresses, tokens, and keys that go with neither."""
+"""Reward servers: addresses, tokens, and keys without effect."""
 
 import pytest
 
@@ -12,7 +12,7 @@ URL = "http://127.0.0.1:8000/get_reward"
 
 
 def lines(*overrides: str) -> list[str]:
-    """Problems, or notes."""
+    """Errors, or the notes if there are none."""
     typed = [override.partition("=")[0] for override in overrides]
     try:
         return check_ppo(compose("ppo_trainer", PPOConfig, ["recipe=quickstart", *overrides]), typed, needs_values=False)
@@ -20,7 +20,7 @@ def lines(*overrides: str) -> list[str]:
         return [f"error: {line}" for line in str(error).splitlines()]
 
 
-def test_servers_that_will_do() -> None:
+def test_valid_servers_have_no_errors_or_notes() -> None:
     assert lines(f"reward.remote_urls=[{URL}]", "reward.remote.batch_size=8", "reward.remote.token_env=MY_API_KEY") == lines()
     assert lines(f"reward.models.far={{urls: [{URL}]}}", "reward.remote.batch_size=8") == lines()
 
@@ -46,26 +46,26 @@ def test_servers_that_will_do() -> None:
         (f"reward.models.far={{urls: [{URL}], clip: [1, 0]}}", "reward.models.far.clip=[1, 0]: the lower bound must be less"),
     ],
 )
-def test_what_cannot_work(override: str, line: str) -> None:
-    (told,) = lines(override)
-    assert told.startswith(f"error: {line}")
+def test_invalid_servers_are_refused(override: str, line: str) -> None:
+    (error,) = lines(override)
+    assert error.startswith(f"error: {line}")
 
 
-def test_what_has_no_effect() -> None:
+def test_keys_without_effect_give_notes() -> None:
     assert lines("reward.remote.retries=5") == [
         *lines(),
         "reward.remote.retries has no effect: reward.remote_urls is empty",
     ]
-    told = lines(f"reward.remote_urls=[{URL}]", "reward.scorer=math")
-    assert told == [*lines(), "reward.scorer=math has no effect: the servers in reward.remote_urls compute the scores"]
+    notes = lines(f"reward.remote_urls=[{URL}]", "reward.scorer=math")
+    assert notes == [*lines(), "reward.scorer=math has no effect: the servers in reward.remote_urls compute the scores"]
     config = compose("evaluation", EvaluationConfig, [f"reward.remote_urls=[{URL}]", "custom_reward_function.path=mine.py"])
     assert check_evaluation(config, []) == [
         "reward.custom_reward_function.path=mine.py has no effect: the servers in reward.remote_urls compute the scores"
     ]
 
 
-def test_servers_are_a_score_beside_reward_models() -> None:
-    """reward.scorer=none says that no rule scores; with servers in its place something does."""
+def test_servers_replace_a_scorer_that_is_none() -> None:
+    """reward.scorer=none alone leaves no source of scores."""
     assert lines("reward.scorer=none")[0].startswith("error: reward.scorer=none: there are no reward models either")
     assert lines("reward.scorer=none", f"reward.remote_urls=[{URL}]") == [
         *lines(),

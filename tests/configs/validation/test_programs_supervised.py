@@ -1,4 +1,4 @@
-"""Fine-tuning and reward models: numbers that cannot work."""
+"""Fine-tuning and reward models: invalid combinations of keys."""
 
 from configs.base.keys import ConfigError
 from configs.compose import compose
@@ -14,14 +14,14 @@ def reward_model_lines(*overrides: str) -> list[str]:
         return [f"error: {line}" for line in str(error).splitlines()]
 
 
-def test_rows_and_batches() -> None:
+def test_sft_refuses_few_rows_and_long_ones() -> None:
     assert sft_lines("data.train_batch_size=7") == [f"error: data.train_batch_size=7: fewer rows than {WORKERS}"]
     (line,) = sft_lines("data.max_length=9000")
     assert line == f"error: data.max_token_len_per_gpu=8192: {TOO_SMALL.format(8192)}, data.max_length = 9000; increase it"
     assert sft_lines("data.max_length=9000", "data.use_dynamic_bsz=false", "data.micro_batch_size_per_gpu=2") == []
 
 
-def test_pairs_and_batches() -> None:
+def test_reward_model_refuses_few_pairs_and_long_ones() -> None:
     assert (
         reward_model_lines()
         == reward_model_lines("reward_recipe=sort_digits")
@@ -37,12 +37,12 @@ def test_pairs_and_batches() -> None:
     assert reward_model_lines("data.max_length=9000", "data.use_dynamic_bsz=false", "data.micro_batch_size_per_gpu=2") == []
 
 
-def test_validation_needs_pairs() -> None:
+def test_validation_of_a_reward_model_requires_files() -> None:
     assert reward_model_lines("trainer.test_freq=5", "data.val_files=held_out.parquet") == []
     assert reward_model_lines("trainer.test_freq=5") == ["error: trainer.test_freq=5: no validation data; set data.val_files"]
 
 
-def test_what_every_run_is_asked_is_asked_here_too() -> None:
+def test_general_checks_apply_to_reward_models() -> None:
     (line,) = reward_model_lines("trainer.backend=local")
     assert line.startswith("error: trainer.backend=local: runs a single worker")
     (note,) = reward_model_lines("trainer.best_metric=val/accuracy")

@@ -13,7 +13,7 @@ MODEL = "reward.models.a.path=x"
 
 
 def ppo_lines(*overrides: str) -> list[str]:
-    """The problems; none: the notes."""
+    """Errors, or the notes if there are none."""
     config = compose("ppo_trainer", PPOConfig, overrides)
     try:
         return check_ppo(config, {override.partition("=")[0] for override in overrides}, needs_values=True)
@@ -21,12 +21,12 @@ def ppo_lines(*overrides: str) -> list[str]:
         return [f"error: {line}" for line in str(error).splitlines()]
 
 
-def test_models_beside_rules_and_alone_work() -> None:
+def test_reward_models_with_and_without_rules_are_accepted() -> None:
     assert ppo_lines(MODEL) == [] == ppo_lines(MODEL, "reward.weight=0") == ppo_lines(MODEL, "reward.scorer=none")
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         (
             ["algorithm.adv_estimator=gdpo", "algorithm.gdpo_reward_keys=[a]"],
@@ -39,14 +39,15 @@ def test_models_beside_rules_and_alone_work() -> None:
         (["algorithm.filter_groups.enable=true", "algorithm.filter_groups.metric=acc"], None),
     ],
 )
-def test_a_late_answer_that_is_kept_has_a_score_alone(words: list[str], told: str | None) -> None:
+def test_a_timeout_score_conflicts_with_other_reward_keys(words: list[str], message: str | None) -> None:
+    """A response that timed out has only this score, not the scorer's other numbers."""
     lines = [line for line in ppo_lines(*words, "reward.timeout_score=0.0") if "timeout_score" in line]
-    assert [line.startswith(f"error: {told}") for line in lines] == [True] * (told is not None)
+    assert [line.startswith(f"error: {message}") for line in lines] == [True] * (message is not None)
     assert not [line for line in ppo_lines(*words) if "timeout_score" in line]
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         (
             ["reward.scorer=none"],
@@ -82,16 +83,16 @@ def test_a_late_answer_that_is_kept_has_a_score_alone(words: list[str], told: st
         ),
     ],
 )
-def test_what_cannot_work_is_told(words: list[str], told: str) -> None:
+def test_invalid_reward_keys_are_refused(words: list[str], message: str) -> None:
     (line,) = ppo_lines(*words)
-    assert line.startswith(f"error: {told}"), line
+    assert line.startswith(f"error: {message}"), line
 
 
-def test_a_shorter_bound_lets_micro_batches_be_smaller() -> None:
+def test_max_length_of_a_model_allows_smaller_micro_batches() -> None:
     assert ppo_lines(MODEL, "reward.models.a.max_length=900", "reward.reward_model.forward_max_token_len_per_gpu=1000") == []
 
 
-def test_keys_without_a_model_and_filters_that_drop_nothing_are_told() -> None:
+def test_keys_without_a_model_and_filters_without_effect_give_notes() -> None:
     (line,) = ppo_lines("reward.reward_model.max_length=12")
     assert line.startswith("reward.reward_model.max_length has no effect: there are no reward models")
     filtered = ("algorithm.filter_groups.enable=true", "actor_rollout_ref.rollout.n=4")
@@ -100,7 +101,7 @@ def test_keys_without_a_model_and_filters_that_drop_nothing_are_told() -> None:
     assert ppo_lines(MODEL, *filtered, "algorithm.filter_groups.metric=acc") == [] == ppo_lines(*filtered)
 
 
-def test_without_a_training_nothing_runs() -> None:
+def test_running_statistics_and_missing_scorers_are_refused_without_training() -> None:
     config = compose("generation", GenerationConfig, [MODEL, "reward.models.a.normalize=running"])
     with pytest.raises(ConfigError, match=r"normalize=running: uses statistics over training steps; use stored or null"):
         check_generation(config, ())

@@ -1,4 +1,4 @@
-"""What keeps a run stable, where it does not go together."""
+"""Combinations of stability options (moving average, pretraining loss, penalties, whitening)."""
 
 import pytest
 
@@ -64,11 +64,11 @@ GRPO = ("algorithm.adv_estimator=grpo", f"{ROLLOUT}.n=8")
         ),
     ],
 )
-def test_what_does_not_go_together_is_one_line(overrides: list[str], line: str) -> None:
+def test_a_conflict_of_stability_options_is_one_line(overrides: list[str], line: str) -> None:
     assert ppo_lines(*overrides) == [line]
 
 
-def test_what_goes_together_is_no_line() -> None:
+def test_compatible_stability_options_have_no_errors_or_notes() -> None:
     for overrides in (
         [PTX, f"{ACTOR}.ptx_coef=1", "data.ptx_max_length=16384", f"{ACTOR}.ema_decay=0.99", CUT],
         [PTX, "data.ptx_max_length=20000", f"{ACTOR}.ppo_micro_batch_size_per_gpu=1"],
@@ -78,12 +78,12 @@ def test_what_goes_together_is_no_line() -> None:
         assert ppo_lines(*overrides, needs_values=GRPO[0] not in overrides) == []
 
 
-def test_waiting_for_a_critic_that_is_not_there_is_told() -> None:
+def test_critic_warmup_without_a_critic_gives_a_note() -> None:
     lines = ppo_lines("algorithm.adv_estimator=reinforce", "trainer.critic_warmup=2", needs_values=False)
     assert lines == ["trainer.critic_warmup=2: there is no critic, so nothing is trained during these steps"]
 
 
 @pytest.mark.parametrize("value", ["0", "1", "-0.5", "1.5"])
-def test_a_decay_is_between_nothing_and_all(value: str) -> None:
+def test_an_ema_decay_outside_0_and_1_is_refused(value: str) -> None:
     with pytest.raises(ValueError, match=rf"{ACTOR}\.ema_decay"):
         ppo_lines(f"{ACTOR}.ema_decay={value}")

@@ -1,4 +1,4 @@
-"""Reports that are written here: no rival is installed, nothing is measured."""
+"""Comparison of synthetic reports: no rival is installed, nothing is measured."""
 
 import json
 from pathlib import Path
@@ -12,7 +12,7 @@ WORK = ["--task", "quickstart", "--steps", "2"]
 
 
 def report(name: str, *walls: float, cpu: float = 0.0, **changes: Any) -> dict[str, Any]:
-    """Of steps that take so long."""
+    """Report of a run whose steps take ``walls`` seconds."""
     steps = [
         {
             "wall_s": wall,
@@ -35,7 +35,7 @@ def with_step(**changes: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("theirs", "words"),
+    ("rival", "words"),
     [
         (with_step(prompt_tokens=57), "prompt tokens of measured step 2: tandem 56, trl 57"),
         (with_step(response_tokens=60), "response tokens of measured step 2: tandem 64, trl 60"),
@@ -45,12 +45,12 @@ def with_step(**changes: Any) -> dict[str, Any]:
         (report("trl", 1.0), "measured steps: tandem 2, trl 1"),
     ],
 )
-def test_sides_that_did_not_do_the_same_are_not_compared(theirs: dict[str, Any], words: str) -> None:
-    assert compare.unequal(report("tandem", 0.5, 0.5), theirs) == words
+def test_different_work_of_the_sides_is_named(rival: dict[str, Any], words: str) -> None:
+    assert compare.difference(report("tandem", 0.5, 0.5), rival) == words
 
 
-def test_a_ratio_is_of_medians_of_one_round() -> None:
-    """The second round was on a busy machine: both were slow."""
+def test_ratios_are_of_medians_within_a_round() -> None:
+    """In the second round the machine is busy: both sides are slow."""
     rounds = [
         (report("tandem", 0.5, 0.5, 9.0, cpu=0.6), report("trl", 1.0, 1.0, 1.0, cpu=0.8)),
         (report("tandem", 2.0, 2.0, 2.0, cpu=0.8), report("trl", 4.0, 5.0, 6.0, cpu=0.8)),
@@ -62,16 +62,16 @@ def test_a_ratio_is_of_medians_of_one_round() -> None:
         "tandem / trl, wall: 0.50 (0.40 to 0.90, 3 rounds)",
         "tandem / trl, CPU: 0.75 (0.50 to 1.00, 3 rounds)",
     ]
-    assert compare.middle_of([ours for ours, _ in rounds])["steps"][0]["wall_s"] == 0.9
+    assert compare.middle_of([tandem for tandem, _ in rounds])["steps"][0]["wall_s"] == 0.9
 
 
 class Sides:
-    """Stands in for both; keeps who ran when."""
+    """Stand-ins for both sides, which record the order of runs."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, theirs: dict[str, Any]) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, rival_report: dict[str, Any]) -> None:
         self.ran: list[str] = []
         self.tasks: list[dict[str, Any]] = []
-        self.theirs = theirs
+        self.rival_report = rival_report
         monkeypatch.setattr(compare, "installed", lambda rival, env: Path("python"))
         monkeypatch.setattr(compare, "run_tandem", self.tandem)
         monkeypatch.setattr(compare, "run_rival", self.rival)
@@ -84,18 +84,18 @@ class Sides:
     def rival(self, rival: str, python: Path, folder: Path, threads: int) -> dict[str, Any]:
         self.ran.append(rival)
         self.tasks.append(json.loads((folder / "task.json").read_text()))
-        return self.theirs
+        return self.rival_report
 
 
-def test_whole_runs_alternate_and_all_figures_are_kept(
+def test_sides_alternate_and_all_figures_are_written(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     sides = Sides(monkeypatch, report("trl", 1.0, 1.0, cpu=2.0))
     files = ["--json", str(tmp_path / "all.json"), "--plot", str(tmp_path / "steps.png")]
     compare.main(["--rival", "trl", *WORK, "--quick", *files, "trainer.backend=local"])
     assert sides.ran == ["tandem", "trl", "trl", "tandem", "tandem", "trl"]
-    told = capsys.readouterr().out
-    assert "tandem / trl, wall: 0.50 (0.50 to 0.50, 3 rounds)\ntandem / trl, CPU: 0.25" in told
+    table = capsys.readouterr().out
+    assert "tandem / trl, wall: 0.50 (0.50 to 0.50, 3 rounds)\ntandem / trl, CPU: 0.25" in table
     figures = json.loads((tmp_path / "all.json").read_text())
     assert figures["ratios"]["wall_s"] == [0.5, 0.5, 0.5] and len(figures["rounds"]) == 3
     assert figures["settings"]["steps"] == 2 and figures["overrides"] == ["trainer.backend=local"]
@@ -105,7 +105,7 @@ def test_whole_runs_alternate_and_all_figures_are_kept(
     assert task["lengths"] is None and task["ignore_eos"]
 
 
-def test_a_refusal_is_one_line_and_no_ratio(
+def test_sides_with_different_work_give_one_line_and_no_ratio(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     Sides(monkeypatch, with_step(response_tokens=63))
@@ -116,16 +116,16 @@ def test_a_refusal_is_one_line_and_no_ratio(
     assert capsys.readouterr().out == "" and not (tmp_path / "all.json").exists()
 
 
-def test_a_rival_that_fails_ends_the_comparison(tmp_path: Path) -> None:
-    """false takes any arguments, as its driver's Python does."""
+def test_a_failed_rival_ends_the_comparison(tmp_path: Path) -> None:
+    """The program `false`, which takes any arguments, replaces the driver's Python."""
     with pytest.raises(SystemExit, match="the run of trl ended with 1"):
         compare.run_rival("trl", Path("false"), tmp_path, 1)
 
 
-def test_what_pythonpath_adds_is_for_our_side_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It would come before the packages of the rival's own environment."""
+def test_pythonpath_is_not_passed_to_the_rival(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its folders would come before the packages of the rival's environment."""
     python = tmp_path / "python"
     python.write_text(f'#!/bin/sh\nprintf \'["%s", "%s"]\' "$PYTHONPATH" "$OMP_NUM_THREADS" > {tmp_path}/out.json\n')
     python.chmod(0o755)
-    monkeypatch.setenv("PYTHONPATH", "/ours")
+    monkeypatch.setenv("PYTHONPATH", "/tandem")
     assert compare.run_rival("trl", python, tmp_path, 3) == ["", "3"]

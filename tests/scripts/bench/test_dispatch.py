@@ -2,27 +2,27 @@ from itertools import pairwise
 
 import pytest
 
-from scripts.bench.suite import PARTS, ROOT, ask
+from scripts.bench.suite import PARTS, ROOT, run_bench
 
 
 @pytest.mark.soak
 @pytest.mark.alone
-def test_a_quick_run_counts_the_controllers_time_and_the_stores_bytes() -> None:
+def test_quick_run_reports_controller_time_and_object_store_bytes() -> None:
     part = PARTS["dispatch"]
-    said = ask(part, part.quick, ROOT)
-    assert [(case["sequences"], case["workers"]) for case in said["steps"]] == [(128, 2), (1024, 2)]
-    for case in said["steps"]:
+    report = run_bench(part, part.quick, ROOT)
+    assert [(case["sequences"], case["workers"]) for case in report["steps"]] == [(128, 2), (1024, 2)]
+    for case in report["steps"]:
         assert 60 * case["sequences"] < case["tokens"] < 100 * case["sequences"], "17 tokens, and 64 on average"
         parts = case["phases_s"]
         assert parts.keys() == {"gen", "reward", "ref", "adv", "update_actor", "sync", "rest"}
         assert all(-1e-3 < value < case["controller_s"] for value in parts.values()), parts
         assert 0 < case["controller_s"] < 5 and case["us_per_token"] < 100
-    assert all(more["us_per_token"] < 3 * fewer["us_per_token"] for fewer, more in pairwise(said["steps"]))
-    store = said["store"]
+    assert all(more["us_per_token"] < 3 * fewer["us_per_token"] for fewer, more in pairwise(report["steps"]))
+    store = report["store"]
     assert 8_000_000 < store["bytes"] < 9_000_000
     assert 1.0 <= store["stored_over_bytes"] < 1.02, "every byte is put into the store once"
     assert store["read_over_bytes"] == pytest.approx(1.0, abs=1e-3), "and read once"
     assert 0 < store["memcpy_s"] < store["seconds"]
-    assert said["steps"][0]["controller_cpu_s"] > 0 and 0 < store["round_trip_ms"]["call"] < store["round_trip_ms"]["batch"]
-    figures = {name: figure.of(said) for name, figure in part.figures.items()}
+    assert report["steps"][0]["controller_cpu_s"] > 0 and 0 < store["round_trip_ms"]["call"] < store["round_trip_ms"]["batch"]
+    figures = {name: figure.of(report) for name, figure in part.figures.items()}
     assert figures["bytes into and out of the store, over the batch's"] < 2.02

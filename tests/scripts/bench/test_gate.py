@@ -7,7 +7,7 @@ import pytest
 from scripts.bench.gate import gate, is_slower
 from scripts.bench.suite import Figure, Part
 
-# What it says is not the clock's: the noise of a shared machine is no part of these tests.
+# The bench's figures are computed, not timed: the noise of a shared machine does not affect these tests.
 BENCH = """
 import json, os, pathlib
 from work import COST
@@ -19,15 +19,15 @@ print(json.dumps({"seconds": COST * noise, "speed": 1 / (COST * noise)}))
 """
 PARTS = {
     "toy": Part("toy", (), (), 30, {
-        "seconds": Figure(lambda said: said["seconds"]),
-        "speed": Figure(lambda said: said["speed"], better="higher"),
+        "seconds": Figure(lambda report: report["seconds"]),
+        "speed": Figure(lambda report: report["speed"], better="higher"),
     })
 }  # fmt: skip
 
 
 @pytest.fixture
 def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Revisions ``same``, ``equal`` (another commit, as fast), ``slow`` (1.3 x) and ``fast``; the first has no bench yet."""
+    """Repository with the revisions ``same`` (without the bench), ``equal`` (as fast), ``slow`` (1.3 x) and ``fast``."""
     monkeypatch.setenv("CALLS", str(tmp_path / "calls"))
     home = tmp_path / "repository"
     (home / "scripts" / "bench").mkdir(parents=True)
@@ -44,31 +44,31 @@ def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize(("head", "blamed"), [("slow", ["seconds", "speed"]), ("equal", []), ("fast", [])])
-def test_it_blames_what_is_slower_alone(
+def test_only_slower_figures_are_reported(
     repository: Path, head: str, blamed: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     problems = gate(repository, "same", head, PARTS, rounds=5, tolerance=0.02)
     assert [problem.partition(":")[0] for problem in problems] == [f"toy, {title}" for title in blamed]
     assert all(1.2 < float(problem.split()[2]) < 1.4 for problem in problems)
-    told = json.loads(capsys.readouterr().out)["ratios"]["toy"]
-    assert [len(of) for of in told.values()] == ([10, 10] if blamed else [5, 5]), "a suspect is measured once more"
+    ratios = json.loads(capsys.readouterr().out)["ratios"]["toy"]
+    assert [len(of) for of in ratios.values()] == ([10, 10] if blamed else [5, 5]), "a suspect is measured again"
     left = subprocess.run(["git", "-C", str(repository), "worktree", "list"], check=True, capture_output=True, text=True).stdout
     assert len(left.splitlines()) == 1
 
 
-def test_a_bench_that_fails_is_named_with_its_revision(repository: Path) -> None:
+def test_a_failed_bench_is_named_with_its_revision(repository: Path) -> None:
     with pytest.raises(RuntimeError, match=r"^gone at BASE: exit code 1: .*No module named scripts.bench.gone"):
         gate(repository, "same", "equal", {"gone": Part("gone", (), (), 30, {})}, rounds=5, tolerance=0.02)
 
 
-def test_the_rule() -> None:
+def test_is_slower_needs_a_significant_slowdown_above_the_tolerance() -> None:
     assert is_slower([1.05, 1.04, 1.03, 1.06, 1.2], 0.02)
-    assert not is_slower([1.05, 1.04, 0.99, 1.06, 1.2], 0.02), "4 of 5 heads are nothing special"
+    assert not is_slower([1.05, 1.04, 0.99, 1.06, 1.2], 0.02), "4 of 5 ratios above 1 are not significant"
     assert is_slower([1.05, 1.04, 0.9, 1.06, 1.2, 1.1, 1.1, 1.1], 0.02), "7 of 8 are"
-    assert not is_slower([1.01] * 5, 0.02), "it is tolerated"
+    assert not is_slower([1.01] * 5, 0.02), "below the tolerance"
 
 
-def test_its_false_alarms_are_as_rare_as_it_says() -> None:
-    """Of all 32 signs that five rounds can show, one looks slower."""
+def test_false_positive_rate_of_five_rounds_is_one_in_32() -> None:
+    """One of the 32 possible combinations of signs counts as slower."""
     outcomes = [[1.1 if bits >> i & 1 else 0.9 for i in range(5)] for bits in range(32)]
     assert sum(is_slower(outcome, 0.02) for outcome in outcomes) == 1

@@ -1,4 +1,4 @@
-"""Every method learns within 60 steps, on Megatron within 80, and GRPO on every engine within 120. Long: scripts/test.sh soak."""
+"""Learning within 60 steps for every method, 80 on Megatron, and 120 for GRPO on every engine. Long: scripts/test.sh soak."""
 
 from pathlib import Path
 
@@ -31,7 +31,7 @@ def warm(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
 
 @pytest.mark.soak
 @pytest.mark.parametrize("method", list(METHODS))
-def test_every_method_rises_within_60_steps(warm: dict[int, Path], tmp_path: Path, method: str) -> None:
+def test_accuracy_of_every_method_rises_within_60_steps(warm: dict[int, Path], tmp_path: Path, method: str) -> None:
     curves = [learn(model, tmp_path / str(seed), seed, METHODS[method]) for seed, model in warm.items()]
     print(f"{method}:", *(f"{curve[0][1]:.2f} -> {curve[-1][1]:.2f}" for curve in curves))
     assert all(curve[0][0] == 0 and curve[-1][0] == 60 for curve in curves)
@@ -40,7 +40,7 @@ def test_every_method_rises_within_60_steps(warm: dict[int, Path], tmp_path: Pat
 
 @pytest.mark.soak
 @pytest.mark.parametrize("way", list(MEGATRON))
-def test_what_megatron_trains_rises_too(warm: dict[int, Path], tmp_path: Path, way: str) -> None:
+def test_accuracy_of_megatron_runs_rises_within_80_steps(warm: dict[int, Path], tmp_path: Path, way: str) -> None:
     curves = [learn(model, tmp_path / str(seed), seed, MEGATRON[way], MEGATRON_STEPS) for seed, model in warm.items()]
     print(f"{way}:", *(f"{curve[0][1]:.2f} -> {curve[-1][1]:.2f}" for curve in curves))
     assert all(curve[0][0] == 0 and curve[-1][0] == MEGATRON_STEPS for curve in curves)
@@ -56,14 +56,14 @@ def warm_for_engines(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path
 @CPU_BUILD
 @pytest.mark.soak
 @pytest.mark.parametrize("engine", list(ENGINES))
-def test_grpo_rises_on_every_engine(warm_for_engines: dict[int, Path], tmp_path: Path, engine: str) -> None:
+def test_accuracy_of_grpo_rises_on_every_engine(warm_for_engines: dict[int, Path], tmp_path: Path, engine: str) -> None:
     curves = [learn(model, tmp_path / str(seed), seed, ENGINES[engine], ENGINE_STEPS) for seed, model in warm_for_engines.items()]
     print(f"{engine}:", *(f"{curve[0][1]:.2f} -> {curve[-1][1]:.2f}" for curve in curves))
     assert all(curve[0][0] == 0 and curve[-1][0] == ENGINE_STEPS for curve in curves)
     assert rise(curves) >= 0.15
 
 
-def test_the_picture_shows_each_seed_and_their_median(tmp_path: Path) -> None:
+def test_picture_of_curves_is_drawn_and_the_rise_is_their_median(tmp_path: Path) -> None:
     curves: list[Curve] = [[(0, 0.1), (10, 0.2)], [(0, 0.3), (10, 0.9)], [(0, 0.2), (10, 0.5)]]
     assert rise(curves) == pytest.approx(0.3)
     draw({"grpo": curves, "ppo": curves}, tmp_path / "learning.png")

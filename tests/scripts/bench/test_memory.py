@@ -14,14 +14,16 @@ from trainer.planner.memory_model import Setting, Shape
 def quick(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
     monkeypatch.setattr(sys, "argv", ["memory.py", "--quick"])
     memory.main()
-    said = capsys.readouterr()
-    assert "of what it must have" in said.err
-    report: dict[str, Any] = json.loads(said.out)
+    output = capsys.readouterr()
+    assert "of what it must have" in output.err
+    report: dict[str, Any] = json.loads(output.out)
     return report
 
 
-def test_an_update_with_a_vocabulary_of_151936(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """The real engine and the embedded rollout engine in one worker, 1,024 packed tokens, every tensor counted."""
+def test_update_with_a_large_vocabulary_stays_near_the_minimum(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """FSDP and the embedded rollout engine in one worker, 151,936 tokens in the vocabulary, 1,024 packed tokens."""
     report = quick(monkeypatch, capsys)
     phases, update = report["phases"], report["update"]
     assert list(phases) == ["sync", "generate", "log-probs", "update", "rest"]
@@ -30,27 +32,27 @@ def test_an_update_with_a_vocabulary_of_151936(monkeypatch: pytest.MonkeyPatch, 
     for phase in ("log-probs", "update"):
         assert phases[phase]["largest tensor"] == chunk, f"{phase} has logits of more than a chunk"
     assert update["of_must"] <= 1.15
-    # Parameters and moments, 117 MB, and less than 1 MB beside them: nothing else stays.
+    # Parameters and moments, 117 MB, and less than 1 MB in addition: nothing else stays.
     kept = update["must"]["parameters"] + update["must"]["moments"]
     for phase, taken in phases.items():
         assert kept <= taken["after"] < kept + 1e6, phase
         assert taken["peak"] >= taken["after"]
-    # A chunk's logits and what their logsumexp makes of them; in the backward one, and the weight's gradient.
+    # Forward: a chunk's logits and the temporary of their logsumexp. Backward: a chunk and the weight's gradient.
     for phase in ("log-probs", "update"):
         assert kept + 2 * chunk <= phases[phase]["peak"] < kept + 2.1 * chunk, phase
     assert kept < phases["generate"]["peak"] < kept + 64e6
 
 
-def test_what_an_update_must_have() -> None:
-    """0.5B in float32, by hand: 494M parameters, and a chunk of 256."""
+def test_minimum_memory_of_an_update_matches_hand_computed_sizes() -> None:
+    """0.5B in float32: 494M parameters, and a chunk of 256 positions."""
     parts = needed(Shape.of(SHAPES["0.5b"]), Setting(compute=4), 1000)
     assert parts["parameters"] == parts["gradients"] == parts["moments"] / 2 == 4 * 494_032_768
     assert parts["layer inputs"] == 4 * 24 * 896 * 1000
     assert parts["head's chunk"] == 3 * 4 * 256 * 151936 and parts["head's gradient"] == 4 * 896 * 151936
 
 
-def test_tensors_alive() -> None:
-    """Counted once however many views there are, and no longer than somebody holds them."""
+def test_live_tensors_are_counted_once_and_until_freed() -> None:
+    """Views share their storage; meta tensors have none."""
     base = torch.zeros(1000)
     with Alive([base]) as alive:
         view = base[:10]

@@ -1,4 +1,4 @@
-"""The parts of a rival's driver that need no environment of its own."""
+"""Parts of a rival's driver that do not need the rival's environment."""
 
 import json
 import subprocess
@@ -20,12 +20,12 @@ ROLLOUT = {"kind": "rollout", "threads": 1, "dtypes": ["torch.float32"]}
 
 
 def logged(ended: float, cpu: float) -> dict[str, float]:
-    """A step as verl logs it, with what the patches add."""
+    """Step in verl's log, with the metrics that the patches add."""
     tokens = {"bench/prompt_tokens": 136, "bench/response_tokens": 480}
     return {"bench/ended": ended, "bench/cpu": cpu, "timing_s/gen": 2.0, "timing_s/gen_cpu": 2.5, "timing_s/step": 7.0, **tokens}
 
 
-def test_a_step_lasts_from_the_end_of_the_one_before_and_has_the_updates_of_that_time() -> None:
+def test_verl_step_lasts_from_the_previous_ones_end_and_counts_its_updates() -> None:
     notes = [{**UPDATE, "time": time} for time in (99.0, 104.0, 106.0, 111.0)] + [{**ROLLOUT, "time": 105.0}]
     assert verl.step_report(logged(100.0, 40.0), logged(110.0, 52.0), notes) == {
         "wall_s": 10.0,
@@ -58,8 +58,8 @@ def test_a_run_whose_parts_differ_is_refused(notes: list[dict[str, Any]]) -> Non
 
 
 @pytest.mark.parametrize("there", [True, False])
-def test_on_a_gpu_verl_takes_the_best_of_what_is_installed(there: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without flash-attn its log-probs would go token by token, and without FlashInfer vLLM would end."""
+def test_verl_settings_on_a_gpu_follow_the_installed_packages(there: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unfused log-probs without flash-attn would be computed token by token; vLLM would exit without FlashInfer."""
     monkeypatch.setattr(verl, "find_spec", lambda name: there or None)
     task = {**TASK, "device": "cuda"}
     options = dict(line.split("=", 1) for line in verl.settings(task, Path("/f")))
@@ -81,8 +81,8 @@ def test_a_task_without_warm_up_is_refused(
     assert "warmup must be 1 or more" in capsys.readouterr().err
 
 
-def test_a_run_ends_when_its_last_process_has(tmp_path: Path) -> None:
-    """One that the driver left behind, in a session of its own as Ray's are, writes a file after half a second."""
+def test_run_waits_for_its_last_process(tmp_path: Path) -> None:
+    """A process that outlives the driver, in a separate session as Ray's are, writes a file after half a second."""
     late = "setsid sh -c 'sleep 0.5; touch late' &"
     call = f"verl.run_to_the_end(['sh', '-c', {late!r}], {{}}, Path({str(tmp_path)!r}))"
     code = f"from pathlib import Path; from scripts.bench.rivals import verl; {call}"

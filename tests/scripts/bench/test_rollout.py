@@ -13,15 +13,13 @@ ROOT = Path(__file__).parents[3]
 
 
 def bench(*arguments: str) -> dict[str, Any]:
-    """In a process of its own, whose output is the report and nothing else."""
+    """Workloads of the report of a bench in a separate process, whose stdout is only the report."""
     command = [sys.executable, "-m", "scripts.bench.rollout", "--quick", *arguments]
     return json.loads(subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout)["workloads"]
 
 
-def test_a_quick_run_compares_equal_numbers_of_tokens(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """scripts/bench/rollout.py itself refuses a contender that makes more or fewer."""
+def test_quick_run_compares_equal_numbers_of_tokens(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """scripts/bench/rollout.py itself asserts that each contender generates exactly the requested tokens."""
     monkeypatch.setattr(sys, "argv", ["rollout.py", "--quick", "--engines", "embedded", "--workload", "ragged"])
     rollout.main()
     report = json.loads(capsys.readouterr().out)["workloads"]
@@ -36,7 +34,7 @@ def test_a_quick_run_compares_equal_numbers_of_tokens(
 
 @CPU_BUILD
 @pytest.mark.soak
-def test_engines_beside_each_other_and_one_that_does_not_take_the_model() -> None:
+def test_several_engines_are_compared_and_an_unsupported_model_is_reported_as_missing() -> None:
     report = bench("--engines", "embedded", "vllm", "--workload", "ragged", "--workload", "quickstart", "--reference", "vllm")
     ragged, quickstart = report["ragged"], report["quickstart"]
     assert ragged["wall_ratios"].keys() == {"embedded", "vllm", "generate, batch 16"} and ragged["wall_ratios"]["vllm"] == 1.0
@@ -44,7 +42,7 @@ def test_engines_beside_each_other_and_one_that_does_not_take_the_model() -> Non
     assert "on CPU vLLM has attention for heads of 32" in quickstart["missing"]["vllm"]
 
 
-def test_a_ratio_is_of_speed_and_of_one_round() -> None:
-    """A round in which the machine was busy slows both."""
+def test_ratios_of_speed_are_taken_within_a_round() -> None:
+    """In the second round the machine is busy and slows both."""
     found = rollout.ratios({"a": [1.0, 10.0, 2.0], "b": [0.5, 5.0, 4.0]}, "a")
     assert found == {"a": 1.0, "b": pytest.approx(2.0)}

@@ -1,4 +1,4 @@
-"""Quick real runs, in this machine's own time: what was done is exact, how long it took only plausible."""
+"""Quick real runs: exact counts of the work, and plausibility checks of the times."""
 
 import argparse
 import json
@@ -20,7 +20,7 @@ def chosen(*arguments: str) -> step.Workload:
     return step.workload(parser.parse_args(arguments))
 
 
-def test_a_task_is_a_set_of_defaults() -> None:
+def test_task_sets_defaults_and_typed_options_override_them() -> None:
     assert chosen() == step.Workload()
     small = chosen("--task", "quickstart", "--prompts", "8")
     assert (small.prompts, small.hidden_size, small.kl_coef, small.steps) == (8, 96, 0.0, 40)
@@ -30,7 +30,7 @@ def test_a_task_is_a_set_of_defaults() -> None:
         chosen("--warmup", "0")
 
 
-def test_a_run_has_the_lengths_that_were_drawn(tmp_path: Path) -> None:
+def test_ragged_run_has_the_drawn_lengths(tmp_path: Path) -> None:
     work = chosen("--task", "ragged", "--quick", "--response_length", "40")
     task = step.make_task(work, tmp_path, seed=3)
     lengths = json.loads(Path(task["lengths"]).read_text())
@@ -48,26 +48,26 @@ def test_a_run_has_the_lengths_that_were_drawn(tmp_path: Path) -> None:
     assert report["startup_s"] > 0.5
 
 
-def test_a_quick_step_tells_where_its_time_goes(capsys: pytest.CaptureFixture[str]) -> None:
+def test_quick_step_reports_its_phases(capsys: pytest.CaptureFixture[str]) -> None:
     step.main(["--task", "quickstart", "--quick", "--warmup", "1", "trainer.backend=local"])
-    told = capsys.readouterr()
-    figures = json.loads(told.out)
+    output = capsys.readouterr()
+    figures = json.loads(output.out)
     assert figures["tokens_per_step"] == 8 * (7 + 8)
     assert figures["tokens_per_s"] == pytest.approx(120 / figures["seconds"]["step"])
     assert "ref" not in figures["seconds"] and figures["settings"]["overrides"] == ["trainer.backend=local"]
     assert 0 < figures["share_outside_generate_log_prob_update"] < 1 and 0 < figures["mfu"] < 1
-    assert "tandem" in told.err and "update_actor" in told.err
+    assert "tandem" in output.err and "update_actor" in output.err
 
 
-def test_a_run_that_fails_ends_the_bench(tmp_path: Path) -> None:
+def test_a_failed_run_ends_the_bench(tmp_path: Path) -> None:
     work = chosen("--quick")
     task = step.make_task(work, tmp_path, seed=0)
     with pytest.raises(SystemExit, match="the run ended with 2"):
         step.run_tandem(work, task, tmp_path / "run", ["trainer.backend=nowhere"])
 
 
-def test_daemons_of_ray_are_not_counted() -> None:
-    """A process that works, and one that bears raylet's name."""
+def test_cpu_seconds_exclude_the_daemons_of_ray() -> None:
+    """Two busy processes, one of which has the name raylet."""
     busy = "import time, sys\nwhile time.process_time() < 0.3: pass\ntime.sleep(60)"
     mother = [sys.executable, "-c", f"import subprocess, sys, time\n[subprocess.Popen([name, '-c', {busy!r}], "
               "executable=sys.executable) for name in ('python', 'raylet')]\ntime.sleep(60)"]  # fmt: skip

@@ -10,18 +10,18 @@ NAMES = [name for name, *_ in PARTS]
 
 
 def largest(phase: str, part: str, numbers: dict = NUMBERS) -> float:
-    """MB of ``part`` at most while ``phase`` is under way."""
+    """Maximum MB of ``part`` during ``phase``."""
     spans = [(start, end) for name, start, end in numbers["spans"] if name == phase]
     column = 1 + NAMES.index(part)
     return max(look[column] for look in numbers["looks"] if any(start <= look[0] <= end for start, end in spans))
 
 
-def test_the_picture_is_that_of_the_numbers() -> None:
+def test_committed_picture_is_drawn_from_the_committed_numbers() -> None:
     assert (ROOT / "docs/step.svg").read_text() == draw(NUMBERS)
 
 
-def test_what_the_page_says_of_it_is_so() -> None:
-    """docs/concepts.md: in this order; the engine sleeps while models work; the update is where memory is fullest."""
+def test_numbers_agree_with_the_text_of_the_page() -> None:
+    """docs/concepts.md: this order of phases; the engine sleeps while models work; memory peaks in the update."""
     phases = list(dict.fromkeys(phase for phase, *_ in NUMBERS["spans"]))
     assert phases == [phase for phase in PHASES if phase in phases] and {"gen", "ref", "update_actor", "sync"} <= {*phases}
     assert largest("gen", "engine") > 100 and largest("gen", "cache") > 0 and largest("gen", "gradients") == 0
@@ -33,7 +33,7 @@ def test_what_the_page_says_of_it_is_so() -> None:
     assert abs(largest("ref", "ref") - weights) < 1 and abs(largest("update_actor", "moments") - 2 * weights) < 1
 
 
-def test_measuring_and_drawing(tmp_path: Path) -> None:
+def test_quick_measurement_can_be_drawn(tmp_path: Path) -> None:
     numbers = measure(QUICK)
     assert [phase for phase, *_ in numbers["spans"]][-1] == "sync" and numbers["looks"]
     assert all(min(look) >= 0 and look[0] <= numbers["seconds"] for look in numbers["looks"])

@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.bench.suite import PARTS, ROOT, Figure, Part, ask, run
+from scripts.bench.suite import PARTS, ROOT, Figure, Part, run, run_bench
 
 FAKES = {
     "good": "import json; print('a word before it'); print(json.dumps({'seconds': 0.5, 'times': 3.0}))",
@@ -26,40 +26,40 @@ def tree(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_figures_are_in_the_table_the_json_and_the_plot(tree: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    seconds, times = Figure(lambda said: said["seconds"], 1.0), Figure(lambda said: said["times"], 4.0, "higher")
+def test_figures_are_written_to_table_json_and_plot(tree: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    seconds, times = Figure(lambda report: report["seconds"], 1.0), Figure(lambda report: report["times"], 4.0, "higher")
     parts = {
         "good": fake("good", seconds=seconds, times=times),
-        "table": fake("table", b=Figure(lambda said: float(said[0]["b"]))),
+        "table": fake("table", b=Figure(lambda report: float(report[0]["b"]))),
     }
     assert run(parts, quick=False, plot=tree / "plot.svg", root=tree) == 0
-    told = capsys.readouterr()
-    result = json.loads(told.out)["parts"]
+    output = capsys.readouterr()
+    result = json.loads(output.out)["parts"]
     assert result["good"]["figures"] == {"seconds": 0.5, "times": 3.0} and result["table"]["figures"] == {"b": 2.5}
-    lines = {line.split("|")[2].strip(): line for line in told.err.splitlines()[2:]}
+    lines = {line.split("|")[2].strip(): line for line in output.err.splitlines()[2:]}
     assert "missed" in lines["times"] and ">= 4" in lines["times"]
     assert "missed" not in lines["seconds"] and "missed" not in lines["b"]
     assert "<svg" in (tree / "plot.svg").read_text()
 
 
-def test_what_fails_or_is_late_or_says_too_little_does_not_hide(tree: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    seconds = Figure(lambda said: said["seconds"])
+def test_failed_late_and_incomplete_parts_are_reported(tree: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    seconds = Figure(lambda report: report["seconds"])
     parts = {name: fake(name, seconds=seconds) for name in ("broken", "late", "silent", "good")}
     assert run(parts, quick=False, root=tree) == 1
-    told = capsys.readouterr()
-    errors = {name: result["error"] for name, result in json.loads(told.out)["parts"].items()}
+    output = capsys.readouterr()
+    errors = {name: result["error"] for name, result in json.loads(output.out)["parts"].items()}
     assert errors == {
         "broken": "RuntimeError: exit code 1: no such model",
         "late": "RuntimeError: not done after 1 s",
         "silent": "KeyError: 'seconds'",
         "good": None,
     }
-    assert told.err.count("FAILED") == 3 and "no such model" in told.err
+    assert output.err.count("FAILED") == 3 and "no such model" in output.err
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("name", [name for name in PARTS if name != "dispatch"])
-def test_the_smoke_version_of_each_part_has_its_figures(name: str) -> None:
+def test_smoke_version_of_each_part_has_its_figures(name: str) -> None:
     part = PARTS[name]
-    said = ask(part, part.quick, ROOT)
-    assert all(0 <= figure.of(said) < 1e9 for figure in part.figures.values())
+    report = run_bench(part, part.quick, ROOT)
+    assert all(0 <= figure.of(report) < 1e9 for figure in part.figures.values())

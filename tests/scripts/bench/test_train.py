@@ -15,14 +15,14 @@ from workers.engine.fsdp import fsdp_engine as fsdp
 
 
 def quick(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *words: str) -> tuple[dict[str, Any], str]:
-    """The report, and what people see."""
+    """The JSON report, and the table on stderr."""
     monkeypatch.setattr(sys, "argv", ["train.py", "--quick", *words])
     train.main()
-    said = capsys.readouterr()
-    return json.loads(said.out), said.err
+    output = capsys.readouterr()
+    return json.loads(output.out), output.err
 
 
-def test_a_quick_run_is_beside_products_of_the_same_run(
+def test_quick_run_is_compared_with_products_of_the_same_run(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     report, table = quick(monkeypatch, capsys)
@@ -34,13 +34,13 @@ def test_a_quick_run_is_beside_products_of_the_same_run(
     for part in parts.values():
         assert 0.1 < part["of_gemm"] < 1.3, "an engine does not beat its own products by much, nor is it ten times as slow"
         assert len(part["of_gemm_all"]) == 2 and part["of_peak"] is None
-    # 2 and 6 a parameter and token that are products, and attention: 3.27M of 3.39M parameters, and 4 % more for attention.
+    # 2 FLOPs per token and parameter of a product (3.27M of the 3.39M), and 4 % more for attention.
     forward = parts["forward"]["flops_per_second"] * 512 / parts["forward"]["tokens_per_second"]
     assert forward == pytest.approx(2 * 3.27e6 * 512, rel=0.06)
     assert parts["update"]["cpu_seconds"] >= parts["f+b"]["cpu_seconds"] > parts["forward"]["cpu_seconds"]
 
 
-def test_padding_is_seen(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_padding_is_reported_as_waste(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     padded = partial(fsdp.flat_rows, unit=600)
     monkeypatch.setattr(fsdp, "flat_rows", lambda rows, unit: padded(rows))
     report, _ = quick(monkeypatch, capsys)
@@ -48,7 +48,7 @@ def test_padding_is_seen(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
 
 
 @pytest.mark.parametrize("shape", ["3m", "84m", "tiny"])
-def test_the_products_are_those_of_the_model(shape: str) -> None:
+def test_products_match_the_weight_matrices_of_the_model(shape: str) -> None:
     sizes, products = SHAPES[shape], Products(Namespace(tokens=256, device="cpu"), shape, "float32")
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(qwen2(shape))
@@ -59,14 +59,16 @@ def test_the_products_are_those_of_the_model(shape: str) -> None:
     assert 0 < seconds < both
 
 
-def test_rows_are_ragged_and_fill_the_micro_batch() -> None:
+def test_ragged_rows_fill_the_micro_batch() -> None:
     rows = ragged(4096, 256)
     assert sum(rows) == 4096 and max(rows) <= PROMPT + 256 and len(set(rows)) > 20
     assert rows == ragged(4096, 256)
-    assert 60 < sum(rows[:-1]) / len(rows[:-1]) < 100  # 17, and a quarter of 256, less what is cut
+    assert 60 < sum(rows[:-1]) / len(rows[:-1]) < 100  # 17, and a quarter of 256, less the truncated tokens
 
 
-def test_shared_prompts_cost_less_than_whole_rows(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_shared_prompts_take_less_time_than_whole_rows(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(train, "GROUPS", 2)
     report, table = quick(monkeypatch, capsys, "--groups", "64x8")
     case = report["cases"]["64x8"]

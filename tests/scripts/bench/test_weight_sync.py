@@ -9,7 +9,7 @@ ROOT = Path(__file__).parents[3]
 
 @pytest.mark.soak
 @pytest.mark.parametrize(("ranks", "dtypes", "words"), [("2", ["bfloat16"], []), ("1", ["float32", "bfloat16"], ["--apart"])])
-def test_a_quick_run_fills_the_table(ranks: str, dtypes: list[str], words: list[str]) -> None:
+def test_quick_run_fills_the_table(ranks: str, dtypes: list[str], words: list[str]) -> None:
     options = ["--quick", "--engines", "embedded", "--ranks", ranks, "--dtypes", *dtypes, *words]
     command = [sys.executable, "-m", "scripts.bench.weight_sync", *options]
     out = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout

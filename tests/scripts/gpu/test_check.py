@@ -1,4 +1,4 @@
-"""scripts/test_gpu.sh: rows on the CPU, what they refuse, and the table of their results."""
+"""scripts/test_gpu.sh: rows on the CPU, failed and skipped rows, and the table of results."""
 
 import json
 import os
@@ -28,7 +28,7 @@ def machine(folder: Path, gpus: int = 2) -> Machine:
 
 
 def attempt(folder: Path, *lines: dict[str, Any]) -> Attempt:
-    """A row whose run has left these steps."""
+    """Attempt at a row whose run has written these steps."""
     row = BY_NAME["quick-grpo"]
     found = Attempt(row, row.stages[0], machine(folder), folder / "log", {"phases": {}, "gpus": 1})
     found.run_dir.mkdir()
@@ -53,26 +53,26 @@ def test_healthy_steps_pass(tmp_path: Path) -> None:
         ({"training/global_step": 2}, r"steps \[1, 2, 2\]"),
     ],
 )
-def test_a_step_that_is_wrong_fails(tmp_path: Path, line: dict[str, Any], why: str) -> None:
+def test_a_row_with_a_wrong_step_fails(tmp_path: Path, line: dict[str, Any], why: str) -> None:
     found = attempt(tmp_path, HEALTHY, HEALTHY, HEALTHY | line)
     with pytest.raises(Failed, match=why):
         found.check_steps(found.run_dir, [], 3)
 
 
-def test_a_step_without_a_mismatch_fails(tmp_path: Path) -> None:
+def test_a_row_without_a_measured_mismatch_fails(tmp_path: Path) -> None:
     found = attempt(tmp_path, HEALTHY, {"actor/grad_norm": 1.0})
     with pytest.raises(Failed, match="no training/rollout_log_probs_diff_mean"):
         found.check_steps(found.run_dir, [], 2)
 
 
-def test_steps_that_were_done_again_fail(tmp_path: Path) -> None:
+def test_a_row_whose_steps_ran_again_fails(tmp_path: Path) -> None:
     found = attempt(tmp_path, HEALTHY, HEALTHY)
     before = [(found.run_dir / "metrics.jsonl").read_text().splitlines()[0].replace("0.001", "0.002")]
     with pytest.raises(Failed, match="ran again"):
         found.check_steps(found.run_dir, before, 2)
 
 
-def test_what_lacks_gpus_or_a_base_is_skipped_and_does_not_pass(tmp_path: Path) -> None:
+def test_a_row_without_its_gpus_or_base_is_skipped(tmp_path: Path) -> None:
     row = BY_NAME["ulysses-4"]
     found = result_of(row, row.stages[0], machine(tmp_path), [])
     assert (found["result"], found["why"]) == ("skipped", "needs 4 GPUs, 2 are available")
@@ -81,7 +81,7 @@ def test_what_lacks_gpus_or_a_base_is_skipped_and_does_not_pass(tmp_path: Path) 
     assert (found["result"], found["why"][:21]) == ("skipped", "quick-grpo has failed")
 
 
-def test_a_run_directory_is_kept_for_the_rows_that_go_on_from_it(tmp_path: Path) -> None:
+def test_run_directory_is_kept_until_the_rows_that_resume_it_are_done(tmp_path: Path) -> None:
     here, row = machine(tmp_path), BY_NAME["quick-grpo"]
     (here.runs / "quick-grpo").mkdir()
     results = [{"row": "quick-grpo", "stage": stage, "result": "passed"} for stage in ("run", "resume")]
@@ -91,7 +91,7 @@ def test_a_run_directory_is_kept_for_the_rows_that_go_on_from_it(tmp_path: Path)
     assert not (here.runs / "quick-grpo").exists()
 
 
-def test_all_that_inherited_the_mark_is_ended(tmp_path: Path) -> None:
+def test_all_processes_that_inherited_the_mark_are_ended(tmp_path: Path) -> None:
     sleep = "import time; time.sleep(60)"
     script = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {sleep!r}], start_new_session=True); {sleep}"
     process = subprocess.Popen([sys.executable, "-c", script], env=os.environ | {MARK: str(tmp_path)})
@@ -102,7 +102,7 @@ def test_all_that_inherited_the_mark_is_ended(tmp_path: Path) -> None:
     assert not any(psutil.pid_exists(child.pid) and child.status() != psutil.STATUS_ZOMBIE for child in found)
 
 
-def test_of_several_results_the_latest_counts_and_none_gives_way_to_one_that_was_skipped() -> None:
+def test_merged_table_keeps_the_latest_result_that_was_not_skipped() -> None:
     def record(date: str, result: str, row: str = "moe") -> dict[str, Any]:
         return {"row": row, "stage": "run", "gpus": 2, "date": date, "result": result}
 
@@ -116,8 +116,8 @@ def test_of_several_results_the_latest_counts_and_none_gives_way_to_one_that_was
     ]
 
 
-def test_rows_fit_together() -> None:
-    """Every script that trains has a row; bases are there and leave a checkpoint; sizes divide on the CPU too."""
+def test_rows_are_consistent() -> None:
+    """Every training script has a row; bases exist and save a checkpoint; sizes also divide on the CPU."""
     scripts = {path.name for path in (ROOT / "scripts").glob("run_*.sh")} - {"run_rlhf_chain_cpu.sh"}
     assert scripts - {row.script for row in ROWS} == set()
     assert all(BY_NAME[row.base].saves for row in ROWS if row.base is not None)
@@ -127,10 +127,10 @@ def test_rows_fit_together() -> None:
 
 @pytest.mark.soak
 @pytest.mark.timeout(600)
-def test_a_row_runs_on_the_cpu_resumes_and_is_not_done_twice(tmp_path: Path) -> None:
+def test_row_runs_on_the_cpu_resumes_and_is_not_repeated(tmp_path: Path) -> None:
     command = ["scripts/test_gpu.sh", "--cpu", "--rows", "quick-grpo", "--out", str(tmp_path)]
     hidden = tmp_path / "hidden"
-    hidden.mkdir()  # engines that are installed take their time
+    hidden.mkdir()  # hides the installed engines, whose imports are slow
     (hidden / "sitecustomize.py").write_text(
         "import sys\n"
         "class Gone:\n"

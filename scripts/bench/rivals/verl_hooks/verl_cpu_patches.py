@@ -1,4 +1,4 @@
-"""What verl 0.9.1 needs to run on CPU, beside what measures it; loaded into each of its processes by
+"""Patches with which verl 0.9.1 runs on CPU; also imports verl_measure. Loaded into each of its processes by
 
     VERL_USE_EXTERNAL_MODULES=verl_cpu_patches     # verl's own way; this folder is in PYTHONPATH
 

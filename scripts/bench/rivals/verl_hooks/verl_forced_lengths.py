@@ -1,6 +1,6 @@
-"""An agent loop that gives each answer its own length: max_tokens of its request, with ignore_eos.
+"""Agent loop that gives each response a fixed length: max_tokens of its request, with ignore_eos.
 
-RIVAL_LENGTHS names the file.
+RIVAL_LENGTHS names the file with the lengths.
 """
 
 import json

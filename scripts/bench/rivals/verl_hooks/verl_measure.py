@@ -1,4 +1,4 @@
-"""What a measurement needs to know of a run of verl 0.9.1; loaded into each of its processes by
+"""Measurements within a run of verl 0.9.1; loaded into each of its processes by
 
     VERL_USE_EXTERNAL_MODULES=verl_measure     # verl's own way; this folder is in PYTHONPATH
 
@@ -23,13 +23,13 @@ DAEMONS = ("raylet", "gcs_server", "dashboard", "log_monitor", "runtime_env_agen
 
 
 def note(**facts: Any) -> None:
-    """A line in RIVAL_NOTES."""
+    """Append a line to RIVAL_NOTES."""
     with open(os.environ["RIVAL_NOTES"], "a") as file:
         file.write(json.dumps(facts | {"time": time.time()}) + "\n")
 
 
 def cpu_seconds() -> float:
-    """Of all of verl's processes, of vLLM's and of the driver; Ray's daemons are left out."""
+    """CPU seconds of the driver and all its processes, vLLM's included, without Ray's daemons."""
     total = 0.0
     driver = psutil.Process(int(os.environ["RIVAL_DRIVER"]))
     for process in (driver, *driver.children(recursive=True)):
@@ -47,7 +47,7 @@ plain_timer = profiler.marked_timer
 
 @contextmanager
 def timer_with_cpu(name: str, timing_raw: dict[str, float], **options: Any) -> Iterator[None]:
-    """verl's timer of a phase, and beside it the CPU seconds of all processes."""
+    """verl's timer of a phase, which also records the CPU seconds of all processes."""
     before = cpu_seconds()
     with plain_timer(name, timing_raw, **options):
         yield
@@ -61,7 +61,7 @@ debug.marked_timer = timer_with_cpu
 
 import verl.utils.tokenizer.continuous_token_wiring as wiring  # noqa: E402
 
-# Between turns it would put what ends one in Qwen's template, and looks for that in the vocabulary. There is one turn here.
+# Between turns verl inserts the end-of-turn token of Qwen's template, which this vocabulary lacks. There is one turn here.
 del wiring._MODEL_TYPE_TO_FAMILY["qwen2"]
 
 import verl.trainer.ppo.metric_utils as metric_utils  # noqa: E402
@@ -71,7 +71,7 @@ plain_data_metrics = metric_utils.compute_data_metrics
 
 @wraps(plain_data_metrics)
 def data_metrics(batch: Any, **options: Any) -> dict[str, Any]:
-    """Beside verl's metrics: tokens of the step's batch (without what pads its rows), and its end by the clock and in CPU."""
+    """verl's metrics, with the tokens of the step's batch (without padding), and its end in wall and CPU seconds."""
     found = {f"bench/{part}_tokens": int(batch.batch[f"{part}_length"].sum()) for part in ("prompt", "response")}
     found |= {"bench/ended": time.time(), "bench/cpu": cpu_seconds()}
     return plain_data_metrics(batch=batch, **options) | found

@@ -1,4 +1,4 @@
-"""verl looks every 2 s whether a step's answers are all there, which costs half of that in a step; this looks more often."""
+"""Replay buffer with a poll interval of 0.1 s: verl's own of 2 s adds one second to a step on average."""
 
 from typing import Any
 

@@ -10,7 +10,7 @@ from trainer import main_generation, main_ppo, main_reward_model, main_sft
 from trainer.cli.program import Program
 
 PUBLIC = (Path(__file__).parent / "openrlhf_commands.txt").read_text(encoding="utf-8").splitlines()
-"""As they stand in public scripts, with PATH and KEY for what was private."""
+"""Command lines of public scripts, with PATH and KEY in place of private values."""
 PROGRAMS: dict[str, Program] = {
     module.PROGRAM.name: module.PROGRAM  # type: ignore[dict-item]
     for module in (main_ppo, main_sft, main_reward_model, main_generation)
@@ -24,7 +24,7 @@ def translated(line: str) -> str:
 
 
 def argv(text: str) -> list[str]:
-    """The words that bash gives to python."""
+    """Arguments that bash passes to python."""
     shell = f"python() {{ printf '%s\\0' \"$@\"; }}\n{text}"
     result = subprocess.run(["bash", "-euc", shell], capture_output=True, text=True, check=True)
     assert result.stderr == ""
@@ -32,7 +32,7 @@ def argv(text: str) -> list[str]:
 
 
 def settings(line: str) -> dict[str, str]:
-    """{key: value as it is written} of a translation."""
+    """{key: unparsed value} of a translation."""
     return dict(word.split("=", 1) for word in argv(translated(line))[2:])
 
 

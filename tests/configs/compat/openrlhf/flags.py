@@ -1,4 +1,4 @@
-"""Flags of OpenRLHF's programs as users type them, the older spelling and the newer, for tests of configs/openrlhf.yaml."""
+"""Flags of OpenRLHF's programs in the older and the newer spelling, for tests of configs/openrlhf.yaml."""
 
 OF_SUPERVISED = """
     save_path save_steps save_hf_ckpt disable_ds_ckpt logging_steps eval_steps ckpt_path max_ckpt_num max_ckpt_mem

@@ -1,4 +1,4 @@
-"""The algorithm and its rewards."""
+"""Translation of OpenRLHF's flags of algorithm and rewards."""
 
 import pytest
 
@@ -10,11 +10,11 @@ KL = "algorithm.kl_ctrl"
 
 
 def chosen(line: str, beginning: str) -> dict[str, str]:
-    """Settings below a key."""
+    """Settings of a translation below a key."""
     return {key.removeprefix(f"{beginning}."): value for key, value in settings(line).items() if key.startswith(beginning)}
 
 
-def test_kl_in_the_reward() -> None:
+def test_kl_coefficient_sets_the_kl_in_the_reward() -> None:
     found = settings(PPO + "--init_kl_coef 0.05 --kl_estimator k2")
     assert found["algorithm.use_kl_in_reward"] == "true" and found["algorithm.kl_penalty"] == "k2"
     assert found[f"{KL}.kl_coef"] == "0.05" and f"{KL}.type" not in found and f"{ACTOR}.use_kl_loss" not in found
@@ -23,13 +23,13 @@ def test_kl_in_the_reward() -> None:
     assert comment(PPO + "--kl_horizon 500", "--kl_horizon").endswith("no counterpart: it belongs to kl_target")
 
 
-def test_kl_in_the_loss() -> None:
+def test_use_kl_loss_sets_the_kl_in_the_loss() -> None:
     found = settings(PPO + "--use_kl_loss --use_kl_estimator_k3 --init_kl_coef 1e-3 --kl_target 6")
     assert found[f"{ACTOR}.use_kl_loss"] == "true" and found[f"{ACTOR}.kl_loss_coef"] == "1e-3"
     assert found[f"{ACTOR}.kl_loss_type"] == "k3" and "algorithm.use_kl_in_reward" not in found and f"{KL}.type" not in found
 
 
-def test_no_reference_without_kl() -> None:
+def test_zero_kl_coefficient_sets_no_reference() -> None:
     found = settings(PPO + "--init_kl_coef 0 --micro_rollout_batch_size 4")
     assert not any("kl" in key or key.startswith("actor_rollout_ref.ref.") for key in found)
 
@@ -44,13 +44,13 @@ def test_no_reference_without_kl() -> None:
         ("--advantage_estimator rloo --n_samples_per_prompt 4", None),
     ],
 )
-def test_critic_is_initialized_from(flags: str, path: str | None) -> None:
+def test_critic_starts_from_the_flags_model(flags: str, path: str | None) -> None:
     found = chosen(PPO + flags, "critic")
     assert found.get("model.path") == path
     assert bool(found) == (path is not None)
 
 
-def test_reward_models() -> None:
+def test_reward_models_are_named_and_clipped() -> None:
     one = chosen(PPO + "--normalize_reward", "reward")
     assert one == {
         "scorer": "none",
@@ -64,7 +64,7 @@ def test_reward_models() -> None:
     assert (two["models.rm_1.path"], two["models.rm_2.path"], two["shaping.clip"]) == ("a", "b", "[-5,5]")
 
 
-def test_reward_servers_come_first() -> None:
+def test_reward_servers_replace_reward_models() -> None:
     line = PPO + "--remote_rm_url http://127.0.0.1:5000/a,http://127.0.0.1:5001/a --normalize_reward"
     found = chosen(line, "reward")
     assert found == {"remote_urls": "[http://127.0.0.1:5000/a,http://127.0.0.1:5001/a]", "shaping.clip": "[-10,10]"}
@@ -94,7 +94,7 @@ def test_a_reward_function_has_no_counterpart() -> None:
         ),
     ],
 )
-def test_corrections(flags: str, wanted: dict[str, str]) -> None:
+def test_is_correction_sets_rollout_correction(flags: str, wanted: dict[str, str]) -> None:
     assert chosen(f"{PPO} --enable_vllm_is_correction {flags}", "algorithm.rollout_correction") == wanted
     assert chosen(PPO + flags, "algorithm.rollout_correction") == {}
 
@@ -108,17 +108,17 @@ def test_corrections(flags: str, wanted: dict[str, str]) -> None:
         ("group_norm", "grpo"),
     ],
 )
-def test_estimators(estimator: str, expected: str) -> None:
+def test_advantage_estimators_are_renamed(estimator: str, expected: str) -> None:
     assert settings(f"{PPO} --advantage_estimator {estimator}")["algorithm.adv_estimator"] == expected
 
 
-def test_dr_grpo_divides_by_no_deviation() -> None:
+def test_dr_grpo_disables_division_and_unknown_estimators_are_refused() -> None:
     assert settings(PPO + "--advantage_estimator dr_grpo")["algorithm.norm_adv_by_std_in_grpo"] == "false"
     with pytest.raises(ConfigError, match=r"^--advantage_estimator a2c: is none of gae, reinforce, "):
         translated(PPO + "--advantage_estimator a2c")
 
 
-def test_parts_without_their_flag() -> None:
+def test_options_without_their_main_flag_have_no_counterpart() -> None:
     for flag, other in (
         ("--overlong_penalty_factor 1", "overlong_buffer_len"),
         ("--dynamic_filtering_reward_range 0 1", "dynamic_filtering"),
@@ -129,7 +129,7 @@ def test_parts_without_their_flag() -> None:
         assert comment(PPO + flag, flag).endswith(f"no counterpart: it belongs to {other}")
 
 
-def test_smaller_parts() -> None:
+def test_filtering_overlong_penalty_ema_and_warmup_are_translated() -> None:
     filtered = settings(PPO + "--dynamic_filtering --vllm_generate_batch_size 2048")
     assert filtered["algorithm.filter_groups.enable"] == "true" and filtered["data.gen_batch_size"] == "2048"
     overlong = chosen(PPO + "--overlong_buffer_len 256 --overlong_penalty_factor 0.5", "reward.reward_kwargs.overlong_buffer_cfg")

@@ -1,4 +1,4 @@
-"""Files, columns, lengths and validation."""
+"""Translation of OpenRLHF's flags of files, columns, lengths and validation."""
 
 import pytest
 
@@ -18,11 +18,11 @@ SAMPLING = "actor_rollout_ref.rollout.val_kwargs"
         ("./set,~/set", ["./set/test.parquet", "~/set/test.parquet"]),
     ],
 )
-def test_file_of_a_data_set(text: str, files: list[str]) -> None:
+def test_data_set_becomes_a_list_of_files(text: str, files: list[str]) -> None:
     assert files_of(text, "test") == files
 
 
-def test_no_validation_without_a_data_set() -> None:
+def test_no_evaluation_set_disables_validation() -> None:
     found = settings(PPO)
     assert found["data.val_files"] == "[prompts.parquet]" and found["data.val_max_samples"] == "1"
     assert found["trainer.val_before_train"] == "false" and "trainer.test_freq" not in found  # -1 in both
@@ -30,7 +30,7 @@ def test_no_validation_without_a_data_set() -> None:
 
 
 @pytest.mark.parametrize(("temperature", "sampled"), [("0.7", "true"), ("0", "false")])
-def test_validation(temperature: str, sampled: str) -> None:
+def test_evaluation_set_enables_validation(temperature: str, sampled: str) -> None:
     line = f"{PPO} --eval_dataset org/aime --eval_split test --eval_steps 5 --eval_temperature {temperature}"
     found = settings(line)
     assert found["data.val_files"] == "[data/org/aime/test.parquet]" and found["trainer.test_freq"] == "5"
@@ -41,7 +41,7 @@ def test_validation(temperature: str, sampled: str) -> None:
     )
 
 
-def test_lengths_of_the_older_command_line() -> None:
+def test_older_length_flags_set_prompt_and_response_length() -> None:
     found = settings(PPO + "--prompt_max_len 300 --generate_max_len 700")
     assert (found["data.max_prompt_length"], found["data.max_response_length"], found["data.truncation"]) == (
         "300",
@@ -51,7 +51,7 @@ def test_lengths_of_the_older_command_line() -> None:
     assert "it follows from" in comment(PPO + "--max_len 9", "--max_len 9")
 
 
-def test_lengths_of_the_newer_command_line() -> None:
+def test_newer_length_flags_leave_the_rest_to_the_prompt() -> None:
     newer = "--actor.model_name_or_path m --reward.model_name_or_path r --data.prompt_dataset p.jsonl "
     found = settings(newer + "--data.max_len 1000 --rollout.max_new_tokens 700")
     assert (found["data.max_prompt_length"], found["data.max_response_length"]) == ("300", "700")
@@ -61,14 +61,14 @@ def test_lengths_of_the_newer_command_line() -> None:
         translated(newer + "--data.max_len 500 --rollout.max_new_tokens 700")
 
 
-def test_samples() -> None:
+def test_max_samples_limits_the_rows() -> None:
     assert settings(PPO + "--max_samples 1e5")["data.train_max_samples"] == "100000"
     assert "data.train_max_samples" not in settings(PPO)
     answers = "batch_inference --eval_task generate_vllm --pretrain m --dataset d.jsonl --max_samples 9"
     assert settings(answers)["data.max_samples"] == "9"
 
 
-def test_pretraining_files() -> None:
+def test_pretraining_data_sets_ptx_files_and_coefficient() -> None:
     found = settings(PPO + "--pretrain_data texts.jsonl --ptx_coef 0.1")
     assert found["data.ptx_files"] == "[texts.jsonl]" and found["actor_rollout_ref.actor.ptx_coef"] == "0.1"
     assert "data.ptx_files" not in settings(PPO)
@@ -84,14 +84,14 @@ def test_pretraining_files() -> None:
         ("--input_key text --pretrain_mode", {}),
     ],
 )
-def test_columns_of_supervised_training(flags: str, wanted: dict[str, str]) -> None:
+def test_column_flags_of_supervised_training_set_keys(flags: str, wanted: dict[str, str]) -> None:
     found = settings(f"train_sft --pretrain m --dataset d.jsonl {flags}")
     names = ("prompt_key", "response_key", "messages_key")
     # a key whose default is the same may be left out only where no flag was typed
     assert {key: found[f"data.{key}"] for key in names if f"data.{key}" in found} == wanted
 
 
-def test_held_out_rows_of_supervised_training() -> None:
+def test_evaluation_set_of_supervised_training_sets_validation() -> None:
     base = "train_rm --pretrain m --dataset d.jsonl "
     found = settings(base + "--eval_dataset e.jsonl --eval_steps 20")
     assert found["data.val_files"] == "[e.jsonl]" and found["trainer.test_freq"] == "20"

@@ -1,4 +1,4 @@
-"""Where OpenRLHF puts its models, in our pools."""
+"""Translation of OpenRLHF's placement of models into pools."""
 
 import re
 
@@ -25,13 +25,13 @@ def run_size(line: str) -> tuple[str, str]:
     return found["trainer.nnodes"], found.get("trainer.n_gpus_per_node", "8")
 
 
-def test_separate_pools_by_default() -> None:
+def test_default_placement_has_a_pool_per_model() -> None:
     assert pools(PPO) == {"actor": (1, 8), "ref": (1, 8), "critic": (1, 8), "reward": (1, 8), "rollout": (1, 1)}
     assert roles(PPO) == {role: role for role in ("actor", "ref", "critic", "reward", "rollout")}
     assert run_size(PPO) == ("5", "8")
 
 
-def test_pairs() -> None:
+def test_colocated_pairs_share_pools() -> None:
     sizes = " ".join(f"--{role}_num_gpus_per_node 2" for role in ("actor", "ref", "critic", "reward"))
     line = f"{PPO} {sizes} --colocate_actor_ref --colocate_critic_reward --vllm_num_engines 2 --vllm_tensor_parallel_size 2"
     assert pools(line) == {"actor": (1, 2), "critic": (1, 2), "rollout": (1, 4)}
@@ -57,12 +57,12 @@ def test_unused_models_get_no_gpus(flags: str, used: set[str]) -> None:
     assert dry_run(translated(PPO + flags)) == 0  # a pool without a role would be refused
 
 
-def test_size_of_an_unused_model() -> None:
+def test_size_of_an_unused_model_is_ignored() -> None:
     line = comment(PPO + "--ref_num_nodes 2 --init_kl_coef 0", "--ref_num_nodes 2")
     assert line == "# --ref_num_nodes 2: implied: the run has no such model"
 
 
-def test_all_colocated() -> None:
+def test_all_colocated_models_have_the_default_layout() -> None:
     line = PPO + "--colocate_all_models --vllm_num_engines 4 --vllm_tensor_parallel_size 4 --actor_num_nodes 2"
     found = settings(line)
     assert (found["trainer.nnodes"], found["trainer.n_gpus_per_node"]) == ("2", "8")
@@ -73,12 +73,12 @@ def test_all_colocated() -> None:
         translated(line + " --vllm_num_engines 3")
 
 
-def test_an_engine_apart_does_not_sleep() -> None:
+def test_an_engine_with_its_own_gpus_does_not_sleep() -> None:
     line = comment(PPO + "--vllm_enable_sleep", "--vllm_enable_sleep")
     assert line == "# --vllm_enable_sleep: implied: an engine with its own GPUs does not sleep"
 
 
-def test_colocated_models_of_different_sizes() -> None:
+def test_colocated_models_of_different_sizes_are_refused_if_used() -> None:
     with pytest.raises(
         ConfigError, match=r"^--colocate_actor_ref: .* actor 1 \* 8 and ref 2 \* 8 \(nodes \* GPUs\) are different$"
     ):
@@ -101,7 +101,7 @@ def test_embedded_engine_is_colocated_with_the_actor() -> None:
 @pytest.mark.parametrize(
     ("engines", "cut", "pool"), [(1, 8, (1, 8)), (2, 8, (2, 8)), (3, 4, (3, 4)), (16, 1, (2, 8)), (5, 1, (1, 5)), (6, 2, (2, 6))]
 )
-def test_engines_are_whole_on_their_nodes(engines: int, cut: int, pool: tuple[int, int]) -> None:
+def test_engines_do_not_span_nodes(engines: int, cut: int, pool: tuple[int, int]) -> None:
     line = f"{PPO} --vllm_num_engines {engines} --vllm_tensor_parallel_size {cut}"
     assert pools(line)["rollout"] == pool
 
@@ -126,5 +126,5 @@ def test_an_engine_over_nodes_is_refused() -> None:
         ([(1, 16), (1, 16)], (2, 16)),
     ],
 )
-def test_the_nodes_that_pools_fit_on(sizes: list[tuple[int, int]], nodes: tuple[int, int]) -> None:
+def test_number_and_size_of_nodes_fit_the_pools(sizes: list[tuple[int, int]], nodes: tuple[int, int]) -> None:
     assert _nodes(sizes) == nodes

@@ -1,4 +1,4 @@
-"""Batches, schedules, engines, loggers and checkpoints."""
+"""Translation of OpenRLHF's flags of batches, schedules, engines, loggers and checkpoints."""
 
 import pytest
 
@@ -9,7 +9,7 @@ ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 NEWER = "--actor.model_name_or_path m --reward.model_name_or_path r --data.prompt_dataset p.jsonl "
 
 
-def test_prompts_and_responses() -> None:
+def test_batch_sizes_in_responses_become_prompts() -> None:
     line = PPO + "--rollout_batch_size 256 --train_batch_size 512 --n_samples_per_prompt 8"
     found = settings(line)
     assert found["data.train_batch_size"] == "256" and found[f"{ROLLOUT}.n"] == "8"
@@ -27,12 +27,12 @@ def test_prompts_and_responses() -> None:
         ("--n_samples_per_prompt 0", "whole groups of 0 responses"),
     ],
 )
-def test_batches_that_do_not_divide(flags: str, message: str) -> None:
+def test_batch_sizes_that_do_not_divide_are_refused(flags: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         translated(PPO + flags)
 
 
-def test_micro_batches() -> None:
+def test_micro_batches_are_sized_by_rows_or_tokens() -> None:
     counted = settings(PPO + "--micro_train_batch_size 2 --micro_rollout_batch_size 16")
     assert counted[f"{ACTOR}.ppo_micro_batch_size_per_gpu"] == counted["critic.ppo_micro_batch_size_per_gpu"] == "2"
     forward = ("actor_rollout_ref.ref.log_prob", f"{ROLLOUT}.log_prob", "critic.forward", "reward.reward_model.forward")
@@ -56,7 +56,7 @@ def test_micro_batches() -> None:
         ("polynomial", "cosine", {"min_lr_ratio": "0.0"}),
     ],
 )
-def test_schedules(shape: str, kind: str, rest: dict[str, str]) -> None:
+def test_lr_schedules_are_renamed(shape: str, kind: str, rest: dict[str, str]) -> None:
     line = f"{PPO} --lr_scheduler {shape}"
     found = settings(line)
     for optim in (f"{ACTOR}.optim", "critic.optim"):
@@ -64,13 +64,13 @@ def test_schedules(shape: str, kind: str, rest: dict[str, str]) -> None:
     assert ("no counterpart" in comment(line, "--lr_scheduler")) == (shape == "polynomial")
 
 
-def test_each_model_has_a_schedule_in_the_newer_command_line() -> None:
+def test_newer_flags_set_a_schedule_per_model() -> None:
     found = settings(NEWER + "--critic.lr_scheduler constant_with_warmup --actor.min_lr_ratio 0.2")
     assert found[f"{ACTOR}.optim.lr_scheduler_type"] == "cosine" and found[f"{ACTOR}.optim.min_lr_ratio"] == "0.2"
     assert found["critic.optim.lr_scheduler_type"] == "constant"
 
 
-def test_engines() -> None:
+def test_backend_flags_select_the_rollout_engine() -> None:
     assert settings(PPO)[f"{ROLLOUT}.name"] == "vllm"
     assert settings(PPO + "--backend sglang")[f"{ROLLOUT}.name"] == "sglang"
     assert settings(PPO + "--vllm_num_engines 0")[f"{ROLLOUT}.name"] == "embedded"
@@ -78,7 +78,7 @@ def test_engines() -> None:
         translated(PPO + "--backend hf")
 
 
-def test_checkpoints() -> None:
+def test_checkpoint_flags_set_directory_frequency_and_resume_mode() -> None:
     never = settings(PPO)
     assert never["trainer.default_local_dir"] == "./ckpt/checkpoints_ppo_ray" and never["trainer.resume_mode"] == "disable"
     assert int(never["trainer.save_freq"]) > 10**8  # the last step alone
@@ -89,12 +89,12 @@ def test_checkpoints() -> None:
     assert settings("train_sft --pretrain m --dataset d.jsonl --output_key a --save_path out")["trainer.export_dir"] == "out"
 
 
-def test_loggers() -> None:
+def test_logger_flags_set_the_list_of_loggers() -> None:
     assert settings(PPO)["trainer.logger"] == "[console]"
     assert settings(PPO + "--use_wandb k --use_tensorboard tb")["trainer.logger"] == "[console,wandb,tensorboard]"
 
 
-def test_offload_reaches_each_model() -> None:
+def test_offload_flags_set_the_models_they_name() -> None:
     key = "fsdp_config.param_offload"
     older = settings(PPO + "--ref_reward_offload")
     assert older[f"actor_rollout_ref.ref.{key}"] == older[f"reward.reward_model.{key}"] == "true"
@@ -103,12 +103,12 @@ def test_offload_reaches_each_model() -> None:
 
 
 @pytest.mark.parametrize(("task", "engine"), [("generate_vllm", "vllm"), ("generate_sglang", "sglang"), ("generate", "embedded")])
-def test_tasks_of_batch_inference(task: str, engine: str) -> None:
+def test_task_of_batch_inference_selects_the_engine(task: str, engine: str) -> None:
     found = settings(f"batch_inference --eval_task {task} --pretrain m --dataset d.jsonl --tp_size 2")
     assert found.get(f"{ROLLOUT}.name", "embedded") == engine
     assert found[f"{ROLLOUT}.tensor_model_parallel_size"] == found["trainer.n_gpus_per_node"] == "2"
 
 
-def test_a_task_without_a_counterpart() -> None:
+def test_a_task_without_a_counterpart_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"^--eval_task rm: has no counterpart; "):
         translated("batch_inference --eval_task rm --pretrain m --dataset d.jsonl")

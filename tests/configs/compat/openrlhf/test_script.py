@@ -1,4 +1,4 @@
-"""Whole translations: bash parses them, and the programs here accept them."""
+"""Whole translations: bash parses them, and Tandem's programs accept them."""
 
 import shlex
 
@@ -42,7 +42,7 @@ ANSWERS = "batch_inference --eval_task generate_sglang --pretrain sft --dataset 
 
 
 @pytest.mark.parametrize("line", [*PUBLIC, NEWER, RARE, SFT, CHAT, RM, ANSWERS])
-def test_the_translation_is_accepted(line: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_translation_passes_the_programs_checks_and_explains_every_flag(line: str, capsys: pytest.CaptureFixture[str]) -> None:
     text = translated(line)
     assert dry_run(text) == 0
     out, err = capsys.readouterr()
@@ -53,14 +53,14 @@ def test_the_translation_is_accepted(line: str, capsys: pytest.CaptureFixture[st
     assert [flag for flag in line.split() if flag.startswith("--") and flag not in ("--module",) and flag not in text] == []
 
 
-def test_there_are_all_public_lines() -> None:
+def test_list_of_public_command_lines_is_complete() -> None:
     assert len(PUBLIC) == 13 and {line.split()[0] for line in PUBLIC} == {
         "openrlhf.cli.train_ppo_ray",
         "openrlhf.cli.batch_inference",
     }
 
 
-def test_comments_of_flags() -> None:
+def test_comments_explain_mapped_implied_and_unsupported_flags() -> None:
     assert comment(PPO + "--top_p 0.9", "--top_p") == "# --top_p 0.9: mapped: actor_rollout_ref.rollout.top_p=0.9"
     assert comment(PPO + "--bf16", "--bf16") == "# --bf16: implied: the compute dtype is bfloat16"
     assert comment(PPO + "--async_train", "--async_train").startswith("# --async_train: no counterpart: ")
@@ -68,7 +68,7 @@ def test_comments_of_flags() -> None:
     assert line == "# --critic_learning_rate 1e-5: no use: --advantage_estimator reinforce has no critic"
 
 
-def test_defaults_that_differ_are_written() -> None:
+def test_different_defaults_are_written() -> None:
     text = translated(PPO)
     _, defaults = text.split("# OpenRLHF's defaults for absent flags, where they differ from the defaults here:\n")
     assert "# --adam_betas 0.9 0.95: actor_rollout_ref.actor.optim.betas=[0.9,0.95] critic.optim.betas=[0.9,0.95]\n" in defaults
@@ -80,7 +80,7 @@ def test_defaults_that_differ_are_written() -> None:
     assert settings(PPO + "--eps_clip 0.2")["actor_rollout_ref.actor.clip_ratio"] == "0.2"  # typed flags are always written
 
 
-def test_values_with_special_characters() -> None:
+def test_values_with_special_characters_survive_bash_and_hydra() -> None:
     odd = [
         "a b",
         "a\nb",
@@ -118,7 +118,7 @@ def test_typed_flags_override_defaults() -> None:
     assert argv(script([], table))[2:] == ["trainer.seed=42"]
 
 
-def test_a_secret_is_not_shown() -> None:
+def test_a_secret_is_hidden() -> None:
     text = translated(PPO + "--use_wandb 0123456789abcdef")
     assert "0123456789abcdef" not in text and "--use_wandb '***'" in text and "WANDB_API_KEY" in text
     assert settings(PPO + "--use_wandb k")["trainer.logger"] == "[console,wandb]"

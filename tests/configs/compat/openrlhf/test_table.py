@@ -1,4 +1,4 @@
-"""configs/openrlhf.yaml: every flag has one entry, and the keys it sets exist."""
+"""configs/openrlhf.yaml: every flag has one entry, and the keys that it sets exist."""
 
 import pytest
 
@@ -17,7 +17,7 @@ def targets(flag: Flag) -> set[str]:
 
 
 @pytest.mark.parametrize("name", SOURCES)
-def test_targets_are_keys(name: str) -> None:
+def test_targets_of_flags_are_keys_of_the_program(name: str) -> None:
     source = SOURCES[name]
     keys = keys_of(SCHEMAS[source.root])
     always = {key for _, settings in source.always for key in settings}
@@ -53,13 +53,13 @@ def test_every_rule_has_a_flag() -> None:
 
 
 @pytest.mark.parametrize("name", SOURCES)
-def test_parts_belong_to_flags(name: str) -> None:
+def test_part_of_names_a_flag_without_a_rule(name: str) -> None:
     flags = SOURCES[name].flags
     assert [flag.name for flag in flags.values() if flag.part_of and (flag.part_of not in flags or flag.rule)] == []
 
 
 @pytest.mark.parametrize("name", SOURCES)
-def test_no_spelling_stands_for_two_flags(name: str) -> None:
+def test_spellings_of_flags_are_unique(name: str) -> None:
     spellings = [spelling for flag in SOURCES[name].flags.values() for spelling in {flag.name, *flag.newer}]
     assert sorted(spellings) == sorted(set(spellings))
 
@@ -72,7 +72,7 @@ def test_every_flag_is_in_the_table(name: str, version: str) -> None:
     assert [flag for flag in FLAGS[name, version].split() if flag not in known] == []
 
 
-def test_programs_without_a_counterpart_say_why() -> None:
+def test_programs_without_a_counterpart_have_a_reason() -> None:
     others = openrlhf().others
     assert {"train_dpo", "train_kto", "train_prm", "serve_rm"} <= others.keys() and all(others.values())
     assert not others.keys() & SOURCES.keys()

@@ -21,12 +21,12 @@ TABLE = openrlhf()
         ("ray job submit --address=http://127.0.0.1:8265 -- python3 -m openrlhf.cli.train_ppo_ray --bf16", "train_ppo_ray"),
     ],
 )
-def test_the_program_is_found_behind_what_launches_it(words: str, program: str) -> None:
+def test_program_is_found_after_a_launcher(words: str, program: str) -> None:
     arguments = read(words.split(), TABLE)
     assert arguments.source.name == program and list(arguments.typed) == ["bf16"]
 
 
-def test_values_are_read_as_argparse_reads_them() -> None:
+def test_values_are_parsed_like_argparse() -> None:
     words = ["--reward_clip_range", "-5", "1e1", "--seed=7", "--target_modules", "q", "k", "--bf16", "--seed", "8"]
     arguments = read(words, TABLE)
     assert arguments.words("reward_clip_range") == ("-5", "1e1")
@@ -35,7 +35,7 @@ def test_values_are_read_as_argparse_reads_them() -> None:
     assert arguments.count("rollout_batch_size") == 1024  # its default
 
 
-def test_the_spelling_selects_the_defaults() -> None:
+def test_spelling_of_the_flags_selects_the_defaults() -> None:
     older, newer = read(["--pretrain", "m"], TABLE), read(["--actor.model_name_or_path", "m"], TABLE)
     assert (older.newer, newer.newer) == (False, True)
     assert older.text("pretrain") == newer.text("pretrain") == "m"
@@ -57,7 +57,7 @@ def test_the_spelling_selects_the_defaults() -> None:
         ("train_pppo", ["train_pppo: there is no such program of OpenRLHF; did you mean train_ppo?"]),
     ],
 )
-def test_a_line_for_each_error(words: str, lines: list[str]) -> None:
+def test_each_wrong_argument_has_its_line(words: str, lines: list[str]) -> None:
     with pytest.raises(ConfigError) as caught:
         read(words.split(), TABLE)
     assert str(caught.value).splitlines() == lines
