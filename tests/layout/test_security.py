@@ -20,7 +20,6 @@ ALLOWED = {
     ("workers/controller/rpc.py", "pickle.loads"): "Ray, between processes of one run",
     ("trainer/rewards/pool/worker.py", "pickle.load"): "the socket that its parent made for it",
     ("configs/compat/translate.py", "yaml.load"): "our own YAML, by a safe loader",
-    ("configs/compat/openrlhf/script.py", "yaml.load"): "our own YAML, by a safe loader",
     ("trainer/rewards/sandbox/sandbox.py", "exec"): "the answer to be scored, confined (trainer/rewards/sandbox/seccomp.py)",
     ("trainer/rewards/sandbox/assertions.py", "exec"): "the data set's assertions, confined alike",
 }

@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 
 from configs.argv import normalise
 from configs.base.keys import CONFIG_DIR, ConfigError, Keys, keys_of
-from configs.compat.translate import Accepted, compat
+from configs.compat.translate import Rule, compat
 from configs.compose import compose, compose_with_notes
 from configs.load import load_sft
 from configs.schema.evaluation import EvaluationConfig, ExportConfig
@@ -124,12 +124,12 @@ def test_arguments_of_the_chosen_engine_alone_are_keys_of_ours(engine: str) -> N
 def test_what_is_left_out_or_refused_is_no_key_of_ours() -> None:
     for name in (*compat().accepted, *compat().refused):
         assert "*" in name or not any(keys_of(schema).knows(name) for schema in SCHEMAS), name
-    limited = [entry for entry in compat().accepted.values() if entry.values is not None]
+    limited = [entry for entry in compat().accepted.values() if entry.cases[0].values is not None]
     assert limited and all(entry.otherwise for entry in limited)
 
 
-def takes(entry: Accepted, value: object) -> bool:
-    return entry.takes(value, lambda _: None)
+def takes(entry: Rule, value: object) -> bool:
+    return entry.case(value, lambda _: None) is not None
 
 
 def test_values_are_told_apart_by_kind() -> None:
