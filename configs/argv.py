@@ -2,6 +2,9 @@
 
 Aliases are renamed, `+key=v` of an existing key becomes a plain override, and keys of other systems are translated, or left out
 with a warning if they cannot change a result (configs/compat.yaml). A misspelled key is an error that names the most similar key.
+
+The command line is normalized before composition: the last of several names of a key wins, which a tree cannot show, and a sweep
+needs keys of the schema. The keys of a user's YAML follow after composition, because Hydra reads the file.
 """
 
 import re
@@ -13,12 +16,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.errors import HydraException
-
 from configs.base.keys import CONFIG_DIR, ConfigError, Keys, bare_type, did_you_mean, followed, keys_of, takes_null
 from configs.base.secrets import secrets_in
-from configs.compat.translate import Instead, as_typed, compat, parsed, read
+from configs.compat.translate import Case, as_typed, compat, parsed, read_yaml, written
 
 FLAGS = {"--help", "-h", "--hydra-help", "--resolve", "--run", "-r", "--multirun", "-m"}
 FLAGS_WITH_VALUE = {"--cfg", "-c", "--package", "-p", "--config-path", "-cp", "--config-name", "-cn", "--config-dir", "-cd"}
@@ -51,9 +51,15 @@ def normalise(argv: Sequence[str], schema: type, root: str) -> CommandLine:
 
     If a key is given several times, the last value is used. Raises ConfigError with one line for each invalid argument.
     """
-    flags, words = _split(argv)
-    flags, notes = _with_known_configs(flags, root)
-    keys, names, groups = keys_of(schema), compat(), Groups.of(root, flags)
+    given, words = _split(argv)
+    flags, notes = _with_known_configs(given, root)
+    keys, names = keys_of(schema), compat()
+    directories = [CONFIG_DIR, *(Path(value) for flag, value in pairwise(flags) if flag in CONFIG_DIRECTORY)]
+
+    def is_group(key: str) -> bool:
+        """Whether ``key=...`` selects an option of a group or configures Hydra itself, and is not a key of the schema."""
+        return re.match(r"hydra($|[./])", key) is not None or any((directory / key).is_dir() for directory in directories)
+
     problems: list[str] = []
     chosen: dict[str, re.Match[str]] = {}
     for word in _words(words, keys):
@@ -64,7 +70,7 @@ def normalise(argv: Sequence[str], schema: type, root: str) -> CommandLine:
             meant = f"; did you mean {options[0]}?" if options else "" if word in keys.leaves else keys.did_you_mean(word)
             problems.append(f"{word}: an override is key=value{meant or '; give it a value'}")
             continue
-        key = match["key"] if groups.owns(match["key"]) else names.rename(match["key"], keys)
+        key = match["key"] if is_group(match["key"]) else names.rename(match["key"], keys)
         name = key + (match["package"] or "")
         # Remove an earlier value first, so that the key also takes the position of its last occurrence.
         chosen.pop(name, None)
@@ -75,7 +81,7 @@ def normalise(argv: Sequence[str], schema: type, root: str) -> CommandLine:
 
     overrides: dict[str, str] = {}
     typed: set[str] = set()
-    translated: list[Instead] = []
+    translated: list[tuple[str, Case]] = []
     for name, match in chosen.items():
         if secrets := list(secrets_in(name, _as_value(match["value"]))):
             problems += [f"{key}: {TYPED_SECRET}" for key in secrets]
@@ -85,10 +91,9 @@ def normalise(argv: Sequence[str], schema: type, root: str) -> CommandLine:
         if name in keys.leaves and bare_type(keys.leaves[name]) is str and re.fullmatch(r"=[\d.]+_[\d.]+", tail):
             # Two bounds of a rollout correction. Without quotes Hydra parses 0.5_5 as the number 0.55.
             tail = f"='{tail[1:]}'"
-        if groups.owns(match["key"]):
+        if is_group(match["key"]):
             # Hydra refuses + for a group of the defaults list and requires it for any other group.
-            is_listed = match["key"] in groups.listed
-            overrides[name] = ("" if is_listed and mark != "~" else mark) + name + tail
+            overrides[name] = ("" if match["key"] in groups_of(root) and mark != "~" else mark) + name + tail
         elif _sets_nothing(name, match["key"] + (match["package"] or ""), match["value"], keys):
             notes.append(f"{match['key']}=null is left out: it has no effect")
         elif keys.knows(name) and not names.is_translated(name, match["value"], keys):
@@ -104,9 +109,12 @@ def normalise(argv: Sequence[str], schema: type, root: str) -> CommandLine:
     if problems:
         raise ConfigError("\n".join(problems))
     # Translated keys come last: whether they apply depends on all other keys of the command line.
-    for instead in translated:
-        notes.append(instead.note)
-        overrides |= {name: f"{name}={_quoted(as_typed(value))}" for name, value in instead.over(typed).items()}
+    for note, case in translated:
+        notes.append(note)
+        for name, value in case.over(typed).items():
+            # The comma of the resolver ${share:...} needs quotes in Hydra's grammar.
+            quote = "'" if "${share:" in str(value) else ""
+            overrides[name] = f"{name}={quote}{as_typed(value)}{quote}"
     return CommandLine(tuple(flags), tuple(overrides.values()), frozenset(typed), tuple(notes))
 
 
@@ -132,12 +140,12 @@ def normalise_tree(tree: Mapping[str, Any], schema: type, typed: Collection[str]
             native |= {} if name in typed or _sets_nothing(name, "", value, keys) else {name: value}
             continue
         try:
-            instead = names.instead(name, value, keys, native.get)
+            note, case = names.instead(name, value, keys, native.get)
         except ConfigError as error:
             problems.append(str(error))
             continue
-        notes.append(instead.note)
-        native |= instead.over(typed)
+        notes.append(note)
+        native |= case.over(typed)
     if problems:
         raise ConfigError("\n".join(problems))
     nested: dict[str, Any] = {}
@@ -153,39 +161,19 @@ def normalise_tree(tree: Mapping[str, Any], schema: type, typed: Collection[str]
 @cache
 def groups_of(root: str) -> tuple[str, ...]:
     """Groups of a root YAML, in the order of its defaults list."""
-    return tuple(name for entry in read(CONFIG_DIR / f"{root}.yaml")["defaults"] if entry != "_self_" for name in entry)
+    return tuple(name for entry in read_yaml(CONFIG_DIR / f"{root}.yaml")["defaults"] if entry != "_self_" for name in entry)
 
 
 @cache
 def configs_of(root: str) -> tuple[str, ...]:
     """Names of the complete configurations of a program: its root YAML and the YAML files that extend it."""
-    trees = {file.stem: read(file) for file in sorted(CONFIG_DIR.glob("*.yaml"))}
+    trees = {file.stem: read_yaml(file) for file in sorted(CONFIG_DIR.glob("*.yaml"))}
     return (root, *(name for name, tree in trees.items() if root in tree.get("defaults", ())))
 
 
-@dataclass(frozen=True, slots=True)
-class Groups:
-    """Configuration groups of a program.
-
-    listed: groups in the root's defaults list. directories: search path of group options, configs/ first.
-    """
-
-    listed: frozenset[str]
-    directories: tuple[Path, ...]
-
-    @classmethod
-    def of(cls, root: str, flags: Sequence[str]) -> "Groups":
-        typed = [Path(value) for flag, value in pairwise(flags) if flag in CONFIG_DIRECTORY]
-        return cls(frozenset(groups_of(root)), (CONFIG_DIR, *typed))
-
-    def owns(self, key: str) -> bool:
-        """Whether ``key=...`` selects an option of a group or configures Hydra itself, and is not a key of the schema."""
-        return re.match(r"hydra($|[./])", key) is not None or any((directory / key).is_dir() for directory in self.directories)
-
-
-def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Split arguments, in any order, into Hydra's flags (with their values) and overrides."""
-    flags: list[str] = []
+def _split(argv: Sequence[str]) -> tuple[list[tuple[str, ...]], list[str]]:
+    """Split arguments, in any order, into Hydra's flags, (flag,) or (flag, value), and overrides."""
+    flags: list[tuple[str, ...]] = []
     words: list[str] = []
     waiting = list(argv)
     while waiting:
@@ -194,12 +182,12 @@ def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
         if not word.startswith("-"):
             words.append(word)
         elif flag in FLAGS_WITH_VALUE and (equals or waiting):
-            flags += [flag, value if equals else waiting.pop(0)]
+            flags.append((flag, value if equals else waiting.pop(0)))
         elif flag in INFO_FLAGS:
             is_given = waiting and re.fullmatch(r"[a-z-]+", waiting[0])
-            flags += [flag, value if equals else waiting.pop(0) if is_given else "all"]
+            flags.append((flag, value if equals else waiting.pop(0) if is_given else "all"))
         elif word in FLAGS:
-            flags.append(word)
+            flags.append((word,))
         elif equals:
             raise ConfigError(f"{word}: overrides have no dashes; use {word.lstrip('-')}")
         else:
@@ -216,25 +204,12 @@ def _words(words: Sequence[str], keys: Keys) -> Iterator[str]:
         if match is None or not isinstance(value, dict) or not value or keys.knows(compat().rename(match["key"], keys)):
             yield word
             continue
-        below = [f"{match['mark'] or ''}{match['key']}.{name}={_text_of(inner)}" for name, inner in value.items()]
+        below = [f"{match['mark'] or ''}{match['key']}.{name}={written(inner)}" for name, inner in value.items()]
         yield from _words(below, keys)
 
 
-def _text_of(value: Any) -> str:
-    """A value in Hydra's override grammar, with all strings quoted."""
-    if isinstance(value, dict):
-        return f"{{{','.join(f'{name}:{_text_of(inner)}' for name, inner in value.items())}}}"
-    if isinstance(value, list):
-        return f"[{','.join(map(_text_of, value))}]"
-    if not isinstance(value, str):
-        return as_typed(value)
-    # Hydra's grammar: backslashes are doubled only before a quote or at the end, and quotes are escaped.
-    escaped = re.sub(r"(\\*)('|$)", lambda found: found[1] * 2 + ("\\'" if found[2] else ""), value)
-    return f"'{escaped}'"
-
-
-def _with_known_configs(flags: Sequence[str], root: str) -> tuple[list[str], list[str]]:
-    """``flags`` adapted from scripts of other systems, and warnings.
+def _with_known_configs(flags: Sequence[tuple[str, ...]], root: str) -> tuple[list[str], list[str]]:
+    """Words of ``flags``, adapted from scripts of other systems, and warnings.
 
     --config-path becomes --config-dir, so that the configurations of this package stay available, and known configuration names
     are translated. A directory without the configuration (such as verl's own) is dropped. Raises ConfigError if the configuration
@@ -243,17 +218,15 @@ def _with_known_configs(flags: Sequence[str], root: str) -> tuple[list[str], lis
     rest: list[str] = []
     notes: list[str] = []
     path = name = None
-    waiting = list(flags)
-    while waiting:
-        flag = waiting.pop(0)
+    for flag, *value in flags:
         if flag in CONFIG_PATH:
-            path = waiting.pop(0)
+            (path,) = value
         elif flag in CONFIG_NAME:
-            name = waiting.pop(0).removesuffix(".yaml")
-        elif flag in CONFIG_DIRECTORY and Path(waiting[0]).parts[-2:] == VERL_DIRECTORY and not Path(waiting[0]).is_dir():
-            notes.append(f"--config-dir={waiting.pop(0)} is left out: it is verl's own directory and does not exist here")
+            name = value[0].removesuffix(".yaml")
+        elif flag in CONFIG_DIRECTORY and Path(value[0]).parts[-2:] == VERL_DIRECTORY and not Path(value[0]).is_dir():
+            notes.append(f"--config-dir={value[0]} is left out: it is verl's own directory and does not exist here")
         else:
-            rest.append(flag)
+            rest += [flag, *value]
     stem, known = name or root, configs_of(root)
     is_address = path is not None and "://" in path
     has_it = path is not None and (is_address or Path(path, f"{stem}.yaml").is_file())
@@ -272,16 +245,9 @@ def _with_known_configs(flags: Sequence[str], root: str) -> tuple[list[str], lis
 
 def _as_value(text: str | None) -> Any:
     """A mapping or list as parsed by Hydra; any other text unchanged."""
-    if text is None or not text.startswith(("{", "[")):
-        return text
-    with suppress(HydraException):  # a syntax error is reported when Hydra parses the override
-        return OverridesParser.create().parse_override(f"value={text}").value()
+    with suppress(ConfigError):  # a syntax error is reported when Hydra parses the override
+        return parsed("value", text) if text is not None and text.startswith(("{", "[")) else text
     return text
-
-
-def _quoted(text: str) -> str:
-    """Quote a text that contains the ${share:...} resolver, whose comma Hydra only accepts in quotes."""
-    return f"'{text}'" if "${share:" in text else text
 
 
 def _sets_nothing(name: str, typed: str, value: Any, keys: Keys) -> bool:

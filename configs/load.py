@@ -140,7 +140,7 @@ def _convert(node: Mapping[str, Any], leaves: Mapping[str, Any], prefix: str) ->
             continue
         if (block := followed(leaves[key])) is not None:
             below = {f"{key}.{leaf}": annotation for leaf, annotation in keys_of(block).leaves.items()}
-            converted[name] = _convert(value, below, f"{key}.")
+            converted[name] = _convert(value, below, f"{key}.") if isinstance(value, Mapping) else value
             continue
         annotation = bare_type(leaves[key])
         # YAML parses a name such as 2024 as a number.
@@ -197,6 +197,6 @@ def _problem(entry: Any, keys: Keys) -> str:
     if entry["type"] == "literal_error":
         choices = get_args(bare_type(annotation))
         allowed = f"must be one of {', '.join(choices)}"
-        nearest = compat().why_not(key, entry["input"]) or did_you_mean(str(entry["input"]), choices)
+        nearest = compat().why_not(key, str(entry["input"])) or did_you_mean(str(entry["input"]), choices)
     null = " or null" if takes_null(annotation) else ""
     return f"{key}={json.dumps(entry['input'])}: {allowed}{null}{nearest}"

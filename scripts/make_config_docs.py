@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from configs.argv import configs_of, groups_of
 from configs.base.keys import CONFIG_DIR, Described, described
-from configs.compat.translate import Accepted, Differs, Translated, as_typed, compat
+from configs.compat.translate import Differs, Rule, as_typed, compat
 
 REFERENCE = CONFIG_DIR.parent / "docs/reference"
 CONFIG_PAGE, VERL_PAGE = REFERENCE / "config.md", REFERENCE / "verl_keys.md"
@@ -138,8 +138,9 @@ def _short(value: str) -> str:
     return value if len(value) <= 60 else f"{value[:50]} ..."
 
 
-def _values(entry: Accepted) -> str:
-    return "any" if entry.values is None else ", ".join(_code(as_typed(value)) for value in entry.values)
+def _values(entry: Rule) -> str:
+    (case,) = entry.cases
+    return "any" if case.values is None else ", ".join(_code(as_typed(value)) for value in case.values)
 
 
 def _when(entry: Differs) -> str:
@@ -148,7 +149,7 @@ def _when(entry: Differs) -> str:
     return f"any but {', '.join(_code(as_typed(value)) for value in entry.unless)}" if entry.unless else "any"
 
 
-def _translated_rows(key: str, entry: Translated) -> Iterable[tuple[str, str, str]]:
+def _translated_rows(key: str, entry: Rule) -> Iterable[tuple[str, str, str]]:
     for case in entry.cases:
         values = "any other" if case.values is None else ", ".join(map(as_typed, case.values))
         sets = "<br>".join(_code(f"{name}={as_typed(value)}") for name, value in {**case.sets, **case.forces}.items())

@@ -117,8 +117,8 @@ def filled(tree: Mapping[str, Any], schema: type) -> dict[str, Any]:
         (follows,) = (note for note in annotation.__metadata__ if isinstance(note, Follows))
         *path, last = key.split(".")
         model, above = _below(whole, follows.key.split(".")), _below(whole, path)
-        # A missing block is reported by the schema validation, with a better message than a KeyError here.
-        if isinstance(model, Mapping) and isinstance(above, Mapping):
+        # A missing block, or a value in place of one, is reported by the schema validation, with a better message than here.
+        if isinstance(model, Mapping) and isinstance(above, Mapping) and isinstance(above.get(last) or {}, Mapping):
             node = whole
             # Copy every level on the path, so that the caller's tree is not modified.
             for part in path:

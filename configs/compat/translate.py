@@ -1,12 +1,14 @@
 """Translate configuration keys from verl and other frameworks; the tables are in configs/compat.yaml.
 
 A foreign key is renamed (alias), expressed by other keys (translated), left out with a warning because it cannot change a result
-(accepted), or refused with a remedy. Numerical differences from verl are reported as warnings (numbers).
+(accepted), or refused with a remedy. Numerical differences from verl are reported as warnings (numbers). All this is decided by
+configs/argv.py. Tables about values (spellings, engine_arguments, values) are for configs/load.py: they apply to resolved values.
 """
 
 import math
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path
@@ -22,50 +24,47 @@ from configs.base.keys import CONFIG_DIR, ConfigError, Keys
 
 
 @dataclass(frozen=True, slots=True)
-class Accepted:
-    """A key that is left out because it cannot change a result.
+class Case:
+    """Some values of a foreign key, and the keys to set for them.
 
-    why: reason. values: the values for which this holds; None = all. same_as: alternatively, the key whose value it must equal.
-    otherwise: remedy for any other value.
+    values: the matching values; None = all others, except a sweep if there are keys to set. sets: keys to set unless they are on
+    the command line. forces: keys to set in any case. In both, $value is the value being translated and $typed the command line's
+    value of the key that is set.
+    """
+
+    values: Sequence[Any] | None = None
+    sets: Mapping[str, Any] = field(default_factory=dict)
+    forces: Mapping[str, Any] = field(default_factory=dict)
+
+    def takes(self, value: Any) -> bool:
+        """Whether ``value`` is one of the values."""
+        if self.values is None:
+            return not isinstance(value, Sweep) or not (self.sets or self.forces)
+        return _is_one_of(value, self.values)
+
+    def over(self, typed: Collection[str]) -> dict[str, Any]:
+        """The keys to set, given the keys on the command line."""
+        return {name: value for name, value in self.sets.items() if name not in typed} | dict(self.forces)
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """A foreign key with values that are translated or left out.
+
+    why: reason, for the warning. cases: the first that matches applies. otherwise: remedy for any other value. same_as: instead
+    of the cases, the key whose value it must equal.
     """
 
     why: str
-    values: tuple[Any, ...] | None = None
+    cases: Sequence[Case] = (Case(),)
     otherwise: str = ""
     same_as: str | None = None
 
-    def takes(self, value: Any, typed: Callable[[str], Any]) -> bool:
+    def case(self, value: Any, typed: Callable[[str], Any]) -> Case | None:
+        """The case that applies. typed: returns the value of another key on the same command line, None if absent."""
         if self.same_as is not None:
-            return value in (f"${{{self.same_as}}}", typed(self.same_as))
-        return self.values is None or _is_one_of(value, self.values)
-
-
-@dataclass(frozen=True, slots=True)
-class Translated:
-    """A key that is expressed by other keys. why: text of the warning. otherwise: remedy for a value that no case matches."""
-
-    why: str
-    cases: tuple["Case", ...]
-    otherwise: str = ""
-
-    def case(self, value: Any) -> "Case | None":
+            return Case() if value in (f"${{{self.same_as}}}", typed(self.same_as)) else None
         return next((case for case in self.cases if case.takes(value)), None)
-
-
-@dataclass(frozen=True, slots=True)
-class Case:
-    """Translation for some values of a key.
-
-    values: the matching values; None = all others. sets: keys to set unless they are on the command line. forces: keys to set in
-    any case. In both, $value is the value being translated and $typed the command line's value of the key that is set.
-    """
-
-    values: tuple[Any, ...] | None
-    sets: Mapping[str, Any]
-    forces: Mapping[str, Any]
-
-    def takes(self, value: Any) -> bool:
-        return _is_one_of(value, self.values) if self.values is not None else not isinstance(value, Sweep)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,24 +72,11 @@ class Differs:
     """A key whose results differ numerically from verl's. values: only for these values; unless: for all but these."""
 
     why: str
-    values: tuple[Any, ...] | None
-    unless: tuple[Any, ...]
+    values: Sequence[Any] | None = None
+    unless: Sequence[Any] = ()
 
     def holds(self, value: Any) -> bool:
         return not _is_one_of(value, self.unless) and (self.values is None or _is_one_of(value, self.values))
-
-
-@dataclass(frozen=True, slots=True)
-class Instead:
-    """Replacement of a foreign key. note: the warning. sets, forces: the replacement keys and their values; see Case."""
-
-    note: str
-    sets: Mapping[str, Any]
-    forces: Mapping[str, Any]
-
-    def over(self, typed: Collection[str]) -> dict[str, Any]:
-        """The replacement keys that apply, given the keys on the command line."""
-        return {name: value for name, value in self.sets.items() if name not in typed} | dict(self.forces)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,11 +85,11 @@ class Compat:
 
     configs: Mapping[str, str]
     alias: Mapping[str, str]
-    spellings: Mapping[str, Mapping[str, str]]
+    spellings: Mapping[str, Mapping[str, Any]]
     engine_arguments: Mapping[str, Mapping[str, str]]
     values: Mapping[str, Mapping[str, str]]
-    translated: Mapping[str, Translated]
-    accepted: Mapping[str, Accepted]
+    translated: Mapping[str, Rule]
+    accepted: Mapping[str, Rule]
     refused: Mapping[str, str]
     numbers: Mapping[str, Differs]
 
@@ -116,8 +102,8 @@ class Compat:
                 return target + key.removeprefix(stem)
         return key
 
-    def instead(self, key: str, value: Any, keys: Keys, typed: Callable[[str], Any]) -> Instead:
-        """Replacement of a ``key`` that the schema does not have.
+    def instead(self, key: str, value: Any, keys: Keys, typed: Callable[[str], Any]) -> tuple[str, Case]:
+        """Warning about a ``key`` that the schema does not have, and the case that replaces it, with its values filled in.
 
         typed: returns the value of another key on the same command line, None if absent. Raises ConfigError if the key is unknown
         or cannot be ignored.
@@ -129,27 +115,22 @@ class Compat:
         pattern = max(patterns, key=lambda pattern: (pattern == key, len(pattern)))
         if pattern in self.refused:
             raise ConfigError(f"{key}: {self.refused[pattern]}")
-        if pattern in self.accepted:
-            accepted = self.accepted[pattern]
-            if (differs := self.differs(key, lambda: value)) is not None:
-                return Instead(differs, {}, {})
-            if not accepted.takes(value, typed):
-                raise ConfigError(f"{key}={as_typed(value)}: {accepted.otherwise}")
-            return Instead(f"{key} is left out: {accepted.why}", {}, {})
-        translated = self.translated[pattern]
-        case = translated.case(value)
-        if case is None:
-            raise ConfigError(f"{key}={as_typed(value)}: {translated.otherwise}")
+        if (differs := self.differs(key, lambda: value)) is not None:
+            return differs, Case()
+        rule = self.accepted.get(pattern) or self.translated[pattern]
+        case = rule.case(value, typed)
         # $typed extends the value of another key, which must therefore be on the command line too.
-        if any("$typed" in str(template) and not isinstance(typed(name), str) for name, template in case.forces.items()):
-            raise ConfigError(f"{key}={as_typed(value)}: {translated.otherwise}")
+        if case is None or any("$typed" in str(new) and not isinstance(typed(name), str) for name, new in case.forces.items()):
+            raise ConfigError(f"{key}={as_typed(value)}: {rule.otherwise}")
+        if pattern in self.accepted:
+            return f"{key} is left out: {rule.why}", case
         sets, forces = (
             {name: _filled(template, value, typed(name)) for name, template in side.items() if keys.knows(name)}
             for side in (case.sets, case.forces)
         )
         assigned = ", ".join(f"{name}={as_typed(new)}" for name, new in {**sets, **forces}.items())
         effect = f"sets {assigned}" if assigned else "is left out"
-        return Instead(f"{key}={as_typed(value)} {effect}: {translated.why}", sets, forces)
+        return f"{key}={as_typed(value)} {effect}: {rule.why}", Case(sets=sets, forces=forces)
 
     def differs(self, key: str, value: Callable[[], Any]) -> str | None:
         """Warning that results with this value of ``key`` differ numerically from verl's; None if they do not."""
@@ -158,10 +139,10 @@ class Compat:
 
     def is_translated(self, key: str, value: str | None, keys: Keys) -> bool:
         """Whether ``key`` is in the schema, as leaf or block, but ``value`` is one that only other systems accept."""
-        entry = self.translated.get(key)
-        return entry is not None and (key not in keys.leaves or entry.case(parsed(key, value)) is not None)
+        rule = self.translated.get(key)
+        return rule is not None and (key not in keys.leaves or any(case.takes(parsed(key, value)) for case in rule.cases))
 
-    def why_not(self, key: str, value: Any) -> str:
+    def why_not(self, key: str, value: str) -> str:
         """Reason why a ``value`` of other systems is not supported here; empty for a value that no system knows."""
         reasons = [why[value] for pattern, why in self.values.items() if fnmatchcase(key, pattern) and value in why]
         return f"; {reasons[0]}" if reasons else ""
@@ -171,35 +152,24 @@ class Compat:
 def compat() -> Compat:
     """The parsed tables of configs/compat.yaml."""
     # Read as plain YAML: interpolations in the tables are resolved later, in the configuration that they are set in.
-    tree = read(CONFIG_DIR / "compat.yaml")
-    accepted = {
-        key: Accepted(entry)
-        if isinstance(entry, str)
-        else Accepted(
-            entry["why"], tuple(entry["values"]) if "values" in entry else None, entry["otherwise"], entry.get("same_as")
-        )
-        for key, entry in tree["accepted"].items()
-    }
+    tree = read_yaml(CONFIG_DIR / "compat.yaml")
     translated = {
-        key: Translated(
-            entry["why"],
-            tuple(
-                Case(tuple(case["values"]) if "values" in case else None, case.get("sets", {}), case.get("forces", {}))
-                for case in entry["cases"]
-            ),
-            entry.get("otherwise", ""),
-        )
+        key: Rule(entry["why"], [Case(**case) for case in entry["cases"]], entry.get("otherwise", ""))
         for key, entry in tree["translated"].items()
     }
-    numbers = {
-        key: Differs(entry["why"], tuple(entry["values"]) if "values" in entry else None, tuple(entry.get("unless", ())))
-        for key, entry in tree["numbers"].items()
+    # An accepted key has a single case, which sets nothing; a plain text is the reason, for every value.
+    accepted = {
+        key: Rule(entry)
+        if isinstance(entry, str)
+        else Rule(entry["why"], [Case(entry.get("values"))], entry["otherwise"], entry.get("same_as"))
+        for key, entry in tree["accepted"].items()
     }
+    numbers = {key: Differs(**entry) for key, entry in tree["numbers"].items()}
     rest = {name: tree[name] for name in ("configs", "alias", "spellings", "engine_arguments", "values", "refused")}
-    return Compat(accepted=accepted, translated=translated, numbers=numbers, **rest)
+    return Compat(translated=translated, accepted=accepted, numbers=numbers, **rest)
 
 
-def read(file: Path) -> Any:
+def read_yaml(file: Path) -> Any:
     """Load one of the YAML files in configs/."""
     # libyaml, because parsing in pure Python takes a tenth of the time of a dry run.
     return yaml.load(file.read_text(encoding="utf-8"), Loader=yaml.CSafeLoader)
@@ -216,6 +186,19 @@ def parsed(key: str, text: str | None) -> Any:
 def as_typed(value: Any) -> str:
     """A value in command-line syntax."""
     return {None: "null", True: "true", False: "false"}[value] if value is None or isinstance(value, bool) else str(value)
+
+
+def written(value: Any, plain: re.Pattern[str] | None = None) -> str:
+    """A value in Hydra's override grammar. plain: texts that are written without quotes; None = none."""
+    if isinstance(value, dict):
+        return f"{{{','.join(f'{name}:{written(inner, plain)}' for name, inner in value.items())}}}"
+    if isinstance(value, list):
+        return f"[{','.join(written(item, plain) for item in value)}]"
+    if not isinstance(value, str) or (plain is not None and plain.fullmatch(value)):
+        return as_typed(value)
+    # Backslashes are doubled before a quote and at the end of the text, where Hydra reads them as escapes.
+    escaped = re.sub(r"(\\*)('|\Z)", lambda end: end[1] * 2 + ("\\'" if end[2] else ""), value)
+    return f"'{escaped}'"
 
 
 def _filled(template: Any, value: Any, typed: Any) -> Any:

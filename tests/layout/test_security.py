@@ -20,7 +20,6 @@ ALLOWED = {
     ("workers/controller/rpc.py", "pickle.loads"): "Ray, between processes of one run",
     ("trainer/rewards/pool/worker.py", "pickle.load"): "a socket made by its parent",
     ("configs/compat/translate.py", "yaml.load"): "YAML of this repository, by a safe loader",
-    ("configs/compat/openrlhf/script.py", "yaml.load"): "YAML of this repository, by a safe loader",
     ("trainer/rewards/sandbox/sandbox.py", "exec"): "the response to be scored, confined (trainer/rewards/sandbox/seccomp.py)",
     ("trainer/rewards/sandbox/assertions.py", "exec"): "the data set's assertions, confined in the same way",
 }

@@ -6,11 +6,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, get_args, get_origin
 
-import yaml
-
 from configs.base.keys import CONFIG_DIR, ConfigError, bare_type, keys_of
 from configs.compat.openrlhf.rules import CONVERSIONS, RULES, Entry, implied, mapped, none, unused_prefixes
 from configs.compat.openrlhf.table import Arguments, Flag, Settings, Table, read
+from configs.compat.translate import read_yaml, written
 from configs.schema.generation import GenerationConfig
 from configs.schema.ppo import PPOConfig
 from configs.schema.supervised import RewardModelConfig, SFTConfig
@@ -167,25 +166,7 @@ def _override(key: str, value: Any, annotation: Any) -> str:
         if kind is int and number != int(number):
             raise ConfigError(f"{key}={value}: must be a whole number")
         value = str(int(number)) if kind is int else value  # 1e8 is accepted as 100000000
-    return f"{key}={_written(value)}"
-
-
-def _written(value: Any) -> str:
-    """A value in Hydra's override grammar, quoted only if necessary."""
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, list):
-        return f"[{','.join(map(_written, value))}]"
-    if isinstance(value, dict):
-        return f"{{{','.join(f'{name}:{_written(below)}' for name, below in value.items())}}}"
-    text = str(value)
-    if PLAIN.fullmatch(text):
-        return text
-    # Backslashes are doubled before a quote and at the end of the text, where Hydra reads them as escapes.
-    escaped = re.sub(r"(\\*)('|\Z)", lambda end: end[1] * 2 + ("\\'" if end[2] else ""), text)
-    return f"'{escaped}'"
+    return f"{key}={written(value, PLAIN)}"
 
 
 def _comparable(value: Any) -> Any:
@@ -222,5 +203,5 @@ def _defaults(root: str) -> dict[str, Any]:
             if isinstance(value, dict):
                 walk(value, f"{prefix}{name}.")
 
-    walk(yaml.load((CONFIG_DIR / f"{root}.yaml").read_text(encoding="utf-8"), Loader=yaml.CSafeLoader), "")
+    walk(read_yaml(CONFIG_DIR / f"{root}.yaml"), "")
     return found

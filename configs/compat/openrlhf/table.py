@@ -10,9 +10,8 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
-import yaml
-
 from configs.base.keys import CONFIG_DIR, ConfigError, did_you_mean
+from configs.compat.translate import read_yaml
 
 DEFAULT_PROGRAM = "train_ppo_ray"
 PROGRAM = re.compile(r"(?:.*[./])?openrlhf[./]cli[./](\w+?)(?:\.py)?")
@@ -94,7 +93,7 @@ class Table:
 @cache
 def openrlhf() -> Table:
     """The parsed table."""
-    tree: Any = yaml.safe_load((CONFIG_DIR / "openrlhf.yaml").read_text(encoding="utf-8"))
+    tree: Any = read_yaml(CONFIG_DIR / "openrlhf.yaml")
     sources = {}
     for name, entry in tree["programs"].items():
         flags: dict[str, Any] = {}

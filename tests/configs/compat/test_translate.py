@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 
 from configs.argv import normalise
 from configs.base.keys import CONFIG_DIR, ConfigError, Keys, keys_of
-from configs.compat.translate import Accepted, compat
+from configs.compat.translate import Rule, compat
 from configs.compose import compose, compose_with_notes
 from configs.load import load_sft
 from configs.schema.evaluation import EvaluationConfig, ExportConfig
@@ -124,12 +124,12 @@ def test_only_arguments_of_the_selected_engine_set_keys(engine: str) -> None:
 def test_ignored_and_refused_keys_are_no_keys_of_a_program() -> None:
     for name in (*compat().accepted, *compat().refused):
         assert "*" in name or not any(keys_of(schema).knows(name) for schema in SCHEMAS), name
-    limited = [entry for entry in compat().accepted.values() if entry.values is not None]
+    limited = [entry for entry in compat().accepted.values() if entry.cases[0].values is not None]
     assert limited and all(entry.otherwise for entry in limited)
 
 
-def takes(entry: Accepted, value: object) -> bool:
-    return entry.takes(value, lambda _: None)
+def takes(entry: Rule, value: object) -> bool:
+    return entry.case(value, lambda _: None) is not None
 
 
 def test_accepted_values_are_compared_with_their_type() -> None:
