@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.trainer.checkpoints import is_whole, models, names, save, saver, wait_for_threads
+from tests.trainer.checkpoints import is_complete, models, names, save, saver, wait_for_threads
 from trainer.checkpoint import unfinished
 from trainer.checkpoint.manifest import MANIFEST, read_checkpoint
 from trainer.checkpoint.remote_copies import RemoteCopies
@@ -107,7 +107,7 @@ def test_announcements_that_cannot_be_removed_do_not_cost_the_checkpoint(tmp_pat
     saving = saver(tmp_path, async_save=True)
     saving.save(2, models(2), {}, {})
     saving.finish()
-    assert is_whole(tmp_path / "global_step_2", 2) and (tmp_path / LATEST).read_text() == "2" and saving.problem is None
+    assert is_complete(tmp_path / "global_step_2", 2) and (tmp_path / LATEST).read_text() == "2" and saving.problem is None
 
 
 @pytest.mark.parametrize("copied", [False, True])
