@@ -42,20 +42,23 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A prompt to generate a response for.
+    """A prompt to generate a response for, or to continue one.
 
     seed: determines the random number of every token of the response, independently of the other requests in the batch.
+    response_ids: beginning of the response, sampled earlier. max_tokens counts it, random numbers continue at its end, and the
+    completion has the tokens after it only.
     """
 
     id: int
     prompt_ids: tuple[int, ...]
     sampling: Sampling
     seed: int
+    response_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """The response to a request.
+    """The response to a request, without the request's own response_ids.
 
     log_probs: of each token, log_softmax(logits / temperature) over the whole vocabulary, before top-k and top-p; at temperature
     0, log_softmax(logits). finish_reason: "stop" by a stop token, "length" by max_tokens or max_model_len, "abort" by ``abort``.
@@ -93,7 +96,7 @@ def check_requests(requests: Sequence[Request], unfinished: Collection[int], *, 
 
     unfinished: ids of earlier requests. max_length: maximum length of prompt and response together, in tokens. Raises ValueError,
     naming the request, for an id that is unfinished, an empty or too long prompt, a token outside the vocabulary, or
-    max_tokens < 1.
+    max_tokens without room for a further token.
     """
     ids = set(unfinished)  # a copy: a rejected call must not change what the caller regards as unfinished
     for request in requests:
@@ -102,15 +105,22 @@ def check_requests(requests: Sequence[Request], unfinished: Collection[int], *, 
             raise ValueError(f"request {request.id}: this id is unfinished")
         if not length:
             raise ValueError(f"request {request.id}: empty prompt")
-        if length + 1 > max_length:  # a response has at least one token
-            raise ValueError(f"request {request.id}: prompt of {length} tokens + 1 > max_model_len {max_length}")
-        for token in (min(request.prompt_ids), max(request.prompt_ids)):  # the extremes bound all others
+        begun = len(request.response_ids)
+        if length + begun + 1 > max_length:  # at least one token is generated
+            known = f"prompt of {length} tokens" + (f" + response of {begun}" if begun else "")
+            raise ValueError(f"request {request.id}: {known} + 1 > max_model_len {max_length}")
+        for token in (*extremes(request.prompt_ids), *extremes(request.response_ids)):  # they bound all others
             if not 0 <= token < vocab_size:
                 raise ValueError(f"request {request.id}: token {token} is outside the vocabulary of {vocab_size}")
-        if request.sampling.max_tokens < 1:
-            raise ValueError(f"request {request.id}: max_tokens {request.sampling.max_tokens} < 1")
+        if request.sampling.max_tokens < begun + 1:
+            raise ValueError(f"request {request.id}: max_tokens {request.sampling.max_tokens} < {begun + 1}")
         ids.add(request.id)
     return ids
+
+
+def extremes(token_ids: Sequence[int]) -> tuple[int, ...]:
+    """The smallest and the largest; nothing of an empty sequence."""
+    return (min(token_ids), max(token_ids)) if token_ids else ()
 
 
 class Rollout(ABC):

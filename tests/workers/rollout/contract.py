@@ -1,12 +1,13 @@
 """What every engine must do that has weights of its own, in requests of LENGTH tokens: checks for the tests of each."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import pytest
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from tests.workers.rollout.engines import VOCAB, log_prob_error, request
+from tests.workers.rollout.engines import VOCAB, log_prob_error, ragged_prompts, request
 from tests.workers.rollout.vllm_workers import LENGTH
 from workers.rollout.base import EngineAsleep, Request, Rollout
 
@@ -15,6 +16,12 @@ REFUSED = [
     (request(5, [2] * LENGTH), rf"request 5: prompt of {LENGTH} tokens \+ 1 > max_model_len {LENGTH}"),
     (request(5, (2, VOCAB)), f"request 5: token {VOCAB} is outside the vocabulary of {VOCAB}"),
     (request(1, (2, 3)), "request 1: this id is unfinished"),
+    (
+        request(5, (2,), response_ids=[2] * (LENGTH - 1)),
+        rf"request 5: prompt of 1 tokens \+ response of {LENGTH - 1} \+ 1 > max_model",
+    ),
+    (request(5, (2,), response_ids=(2, -1)), f"request 5: token -1 is outside the vocabulary of {VOCAB}"),
+    (request(5, (2,), response_ids=(2, 3), max_tokens=2), "request 5: max_tokens 2 < 3"),
 ]
 
 
@@ -46,6 +53,36 @@ def check_endings(engine: Rollout) -> None:
     assert (ignoring.token_ids, ignoring.finish_reason) == (free.token_ids[:50], "length")
     assert (one.token_ids, one.finish_reason) == (free.token_ids[:1], "length")
     assert (len(longest.token_ids), longest.finish_reason) == (1, "length")
+
+
+def check_continuation(engine: Rollout, temperature: float) -> None:
+    """A response continued from any of its beginnings is the uninterrupted one: same random numbers, same limits.
+
+    Whole and continued responses run together, two of them from the same tokens with different seeds.
+    """
+    prompts = [(2, 3, 4), (2, 3, 4), *ragged_prompts(3)]
+    asked = [request(i, prompt, temperature=temperature, max_tokens=12, ignore_eos=True) for i, prompt in enumerate(prompts)]
+    whole = engine.generate(asked)
+    begun = [
+        replace(one, id=100 * cut + one.id, response_ids=found.token_ids[:cut])
+        for cut in (1, 5, 11)
+        for one, found in zip(asked, whole, strict=True)
+    ]
+    # The same beginning with other seeds: equal tokens to compute, different ones to sample.
+    twin = replace(begun[len(asked)], id=1, seed=77)
+    *again, other = engine.generate([*begun, twin])
+    for one, found in zip(begun, again, strict=True):
+        wanted, cut = whole[one.id % 100], len(one.response_ids)
+        assert (found.token_ids, found.finish_reason) == (wanted.token_ids[cut:], "length")
+        assert found.log_probs == pytest.approx(wanted.log_probs[cut:], abs=1e-4)
+    assert len(other.token_ids) == 12 - 5 and (other.token_ids != again[len(asked)].token_ids) == (temperature > 0)
+    stop = whole[0].token_ids[-1]
+    first = whole[0].token_ids.index(stop)
+    ended = request(2, prompts[0], temperature=temperature, seed=asked[0].seed, stop_token_ids=(stop,))
+    (stopped,) = engine.generate([replace(ended, response_ids=whole[0].token_ids[:first])])
+    assert (stopped.token_ids, stopped.finish_reason) == ((stop,), "stop")
+    (longest,) = engine.generate([request(3, [2] * (LENGTH - 4), temperature=0.0, stop_token_ids=(), response_ids=(2, 2))])
+    assert (len(longest.token_ids), longest.finish_reason) == (2, "length")
 
 
 def check_weights_that_do_not_fit(engine: Rollout, model: PreTrainedModel) -> None:

@@ -71,9 +71,12 @@ def ragged_prompts(count: int, longest: int = 40, seed: int = 0) -> list[tuple[i
     return [tuple(torch.randint(2, VOCAB, (length,), generator=generator).tolist()) for length in lengths]
 
 
-def request(id: int, prompt: Sequence[int], *, seed: int | None = None, **sampling: object) -> Request:
+def request(
+    id: int, prompt: Sequence[int], *, seed: int | None = None, response_ids: Sequence[int] = (), **sampling: object
+) -> Request:
     plain: dict[str, object] = {"temperature": 1.0, "top_k": -1, "top_p": 1.0, "max_tokens": 24, "stop_token_ids": (1,)}
-    return Request(id, tuple(prompt), Sampling(**(plain | sampling)), seed=1000 + id if seed is None else seed)
+    seed = 1000 + id if seed is None else seed
+    return Request(id, tuple(prompt), Sampling(**(plain | sampling)), seed, tuple(response_ids))
 
 
 @torch.no_grad()

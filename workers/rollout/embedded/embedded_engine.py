@@ -156,10 +156,10 @@ class EmbeddedRollout(Rollout):
         repeats = [(i, sequence) for i, prompt in enumerate(prompts) for sequence in groups[prompt][1:]]
         entered = forks + [groups[prompt][0] for prompt in prompts] + [sequence for _, sequence in repeats]
         rows.add(entered)
-        # Sequences with tokens were requeued by new weights: their prompt was counted when they first entered.
-        self._counters["prompt_tokens"] += sum(len(s.request.prompt_ids) for s in entered if not s.token_ids)
+        # Sequences that have run were requeued by new weights: their prompt was counted when they first entered.
+        self._counters["prompt_tokens"] += sum(len(s.request.prompt_ids) for s in entered if not s.has_run)
         found = [(fork, 1) for fork in forks] + [(sequence, 0) for _, sequence in repeats]  # a fork computes its last token
-        self._counters["cached_tokens"] += sum(len(s.request.prompt_ids) - anew for s, anew in found if not s.token_ids)
+        self._counters["cached_tokens"] += sum(len(s.request.prompt_ids) - anew for s, anew in found if not s.has_run)
         holders = np.array([running[fork.known] for fork in forks], dtype=np.int64)
         return holders, [np.array(prompt) for prompt in prompts], np.array([i for i, _ in repeats], dtype=np.int64)
 

@@ -5,6 +5,7 @@ Columns instead of objects, so that a decode step updates all sequences with a f
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -21,13 +22,23 @@ class RowSequence:
     """A request and its response so far.
 
     order: number of the submission, by which results are sorted. token_ids, log_probs: filled when the sequence leaves the table;
-    while it runs, its response is in the columns of RunningRows.
+    while it runs, its response is in the columns of RunningRows. Both begin with the request's response_ids, whose log-probs are
+    not known here (NaN).
     """
 
     request: Request
     order: int
-    token_ids: list[int] = field(default_factory=list)
-    log_probs: list[float] = field(default_factory=list)
+    token_ids: list[int] = field(init=False)
+    log_probs: list[float] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.token_ids = list(self.request.response_ids)
+        self.log_probs = [math.nan] * len(self.token_ids)
+
+    @property
+    def has_run(self) -> bool:
+        """Whether a token was sampled since the request was submitted."""
+        return len(self.token_ids) > len(self.request.response_ids)
 
     @property
     def known(self) -> tuple[int, ...]:
@@ -35,8 +46,9 @@ class RowSequence:
         return self.request.prompt_ids + tuple(self.token_ids)
 
     def completion(self, finish_reason: FinishReason, version: int) -> Completion:
-        """The completion with the response so far. version: of the weights."""
-        return Completion(self.request.id, tuple(self.token_ids), tuple(self.log_probs), finish_reason, version)
+        """The completion with what was sampled so far. version: of the weights."""
+        begun = len(self.request.response_ids)
+        return Completion(self.request.id, tuple(self.token_ids[begun:]), tuple(self.log_probs[begun:]), finish_reason, version)
 
 
 ROW = np.dtype(

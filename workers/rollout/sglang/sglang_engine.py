@@ -51,12 +51,18 @@ ENVIRONMENT = {
 
 @dataclass(slots=True)
 class PendingRequest:
-    """An unfinished request and its response so far. submitted: it is submitted to SGLang."""
+    """An unfinished request and its response so far.
+
+    token_ids begins with the request's response_ids; log_probs are of the tokens after them. submitted: SGLang has it.
+    """
 
     request: Request
-    token_ids: list[int] = field(default_factory=list)
+    token_ids: list[int] = field(init=False)
     log_probs: list[float] = field(default_factory=list)
     submitted: bool = False
+
+    def __post_init__(self) -> None:
+        self.token_ids = list(self.request.response_ids)
 
     @property
     def name(self) -> str:
@@ -180,8 +186,9 @@ class SGLangRollout(Rollout):
 
     def _completion(self, pending: PendingRequest, finish_reason: Literal["stop", "length", "abort"]) -> Completion:
         del self._pending[pending.request.id]
-        self._counters["response_tokens"] += len(pending.token_ids)
-        return Completion(pending.request.id, tuple(pending.token_ids), tuple(pending.log_probs), finish_reason, self._version)
+        self._counters["response_tokens"] += len(pending.log_probs)
+        sampled = pending.token_ids[len(pending.request.response_ids) :]
+        return Completion(pending.request.id, tuple(sampled), tuple(pending.log_probs), finish_reason, self._version)
 
     def abort(self, ids: Sequence[int] | None = None) -> list[Completion]:
         """End requests and return their completions: first those that had finished, with their finish reason, then partial ones.

@@ -9,7 +9,8 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 
-KEY = "tandem_key"  # in a request's extra_args: its random stream, sampling.stream_keys
+# In a request's extra_args: its random stream (sampling.stream_keys), and the number of response tokens that vLLM has as prompt.
+KEY, BEGUN = "tandem_key", "tandem_begun"
 
 
 @contextmanager

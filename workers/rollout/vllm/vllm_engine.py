@@ -31,7 +31,7 @@ from workers.rollout.sampling import stream_keys
 from workers.rollout.sync.expected_weights import ExpectedWeights
 from workers.rollout.sync.hf_names import FileNames
 from workers.rollout.verification import HeldWeight
-from workers.rollout.vllm.rng import KEY, fenced
+from workers.rollout.vllm.rng import BEGUN, KEY, fenced
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -121,7 +121,7 @@ class VLLMRollout(Rollout):
         processor, tasks = self.engine.input_processor, self.engine.get_supported_tasks()
         for request in requests:
             params = SamplingParams(**sampling_arguments(request, self.max_length), output_kind=RequestOutputKind.FINAL_ONLY)
-            prompt = {"type": "token", "prompt_token_ids": list(request.prompt_ids)}
+            prompt = {"type": "token", "prompt_token_ids": [*request.prompt_ids, *request.response_ids]}
             engine_request = processor.process_inputs(str(request.id), prompt, params, supported_tasks=tasks)
             processor.assign_request_id(engine_request)  # vLLM's own id, under which outputs arrive
             self.engine.engine_core.add_request(engine_request)
@@ -337,10 +337,11 @@ def sampling_arguments(request: Request, max_length: int) -> dict[str, Any]:
         "temperature": sampling.temperature,
         "top_k": sampling.top_k,
         "top_p": sampling.top_p,
-        "max_tokens": min(sampling.max_tokens, max_length - len(request.prompt_ids)),
+        "max_tokens": min(sampling.max_tokens, max_length - len(request.prompt_ids)) - len(request.response_ids),
         "stop_token_ids": [] if sampling.ignore_eos else list(sampling.stop_token_ids),
         "ignore_eos": True,
-        "extra_args": {KEY: int(stream_keys([request.seed])[0])},  # a ``seed`` would make vLLM keep a generator
+        # Instead of ``seed``, for which vLLM would keep a generator.
+        "extra_args": {KEY: int(stream_keys([request.seed])[0]), BEGUN: len(request.response_ids)},
         "logprobs": 0,  # of the sampled token only
         "detokenize": False,
     }

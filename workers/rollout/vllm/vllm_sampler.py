@@ -12,7 +12,7 @@ from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 from vllm.v1.sample.sampler import Sampler
 
 from workers.rollout.sampling import draw_from_logits, uniforms
-from workers.rollout.vllm.rng import KEY
+from workers.rollout.vllm.rng import BEGUN, KEY
 
 GREEDY_BELOW = 1e-5  # temperature below which vLLM decodes greedily
 
@@ -74,15 +74,18 @@ class SeededSampler(Sampler):
     def _uniforms(self) -> Tensor:
         """Random numbers of this step, float64 (n, 1), on CPU.
 
-        The position of a row in its response is its cache length after the step minus its prompt length. Without speculative
-        decoding vLLM knows it without a device synchronisation, even if the previous step's tokens are still in flight. During a
-        chunked prefill the position is negative, and the sampled token is discarded by vLLM.
+        The position of a row in its response is its cache length after the step minus its prompt length, plus the tokens of the
+        response that are part of its prompt (Request.response_ids). Without speculative decoding vLLM knows it without a device
+        synchronisation, even if the previous step's tokens are still in flight. During a chunked prefill vLLM discards the
+        sampled token, so that its position, which lies before the response, does not matter.
         """
         batch = self._runner.input_batch
         n = batch.num_reqs
-        keys = [self._runner.requests[id].sampling_params.extra_args[KEY] for id in batch.req_ids]
-        counts = self._runner.optimistic_seq_lens_cpu[:n].numpy() - batch.num_prompt_tokens[:n]
-        return torch.from_numpy(uniforms(np.array(keys, dtype=np.uint64), counts))[:, None]
+        asked = [self._runner.requests[id].sampling_params.extra_args for id in batch.req_ids]
+        keys = np.array([extra[KEY] for extra in asked], dtype=np.uint64)
+        begun = np.array([extra[BEGUN] for extra in asked], dtype=np.int64)
+        counts = self._runner.optimistic_seq_lens_cpu[:n].numpy() - batch.num_prompt_tokens[:n] + begun
+        return torch.from_numpy(uniforms(keys, counts))[:, None]
 
 
 def to_device(values: Tensor, device: torch.device) -> Tensor:

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from tests.workers.rollout.contract import check_what_sleeps
+from tests.workers.rollout.contract import REFUSED, check_continuation, check_refusal, check_what_sleeps
 from tests.workers.rollout.engines import hf_logits, log_prob_error, make_engine, make_model, ragged_prompts, request, spec_of
-from workers.rollout.base import Completion, EngineAsleep
+from tests.workers.rollout.vllm_workers import LENGTH
+from workers.rollout.base import Completion, EngineAsleep, Request
 from workers.rollout.embedded.embedded_engine import EmbeddedRollout
 from workers.rollout.malloc_trim import trim_free_memory
 
@@ -34,24 +35,13 @@ def assert_alike(got: Completion, wanted: Completion) -> None:
 # Requests
 
 
-@pytest.mark.parametrize(
-    ("bad", "message"),
-    [
-        (request(5, ()), "request 5: empty prompt"),
-        (request(5, range(2, 22)), r"request 5: prompt of 20 tokens \+ 1 > max_model_len 20"),
-        (request(5, (2, 61)), "request 5: token 61 is outside the vocabulary of 61"),
-        (request(5, (2, -1)), "request 5: token -1 is outside"),
-        (request(1, (2, 3)), "request 1: this id is unfinished"),
-        (request(3, (2, 3)), "request 3: this id is unfinished"),
-        (request(5, (2, 3), max_tokens=0), "request 5: max_tokens 0 < 1"),
-    ],
-)
-def test_what_submit_refuses(model: PreTrainedModel, bad: object, message: str) -> None:
-    engine = make_engine(model, max_model_len=20)
-    engine.submit([request(1, (2, 3))])
-    with pytest.raises(ValueError, match=message):
-        engine.submit([request(3, range(2, 21)), bad])  # type: ignore[list-item]
-    assert engine.unfinished == 1, "a refused submission queues nothing"
+@pytest.mark.parametrize(("bad", "message"), [*REFUSED, (request(5, (2, 3), max_tokens=0), "request 5: max_tokens 0 < 1")])
+def test_what_submit_refuses(model: PreTrainedModel, bad: Request, message: str) -> None:
+    check_refusal(make_engine(model, max_model_len=LENGTH), bad, message)
+
+
+def test_continued_response_equals_the_uninterrupted_one(model: PreTrainedModel) -> None:
+    check_continuation(make_engine(model, max_model_len=LENGTH, slots=6), temperature=1.0)
 
 
 def test_why_an_answer_ends(model: PreTrainedModel) -> None:

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from tests.workers.rollout.contract import (
     REFUSED,
+    check_continuation,
     check_endings,
     check_refusal,
     check_weights_that_do_not_fit,
@@ -108,6 +109,11 @@ def test_what_submit_refuses(engine: SGLangRollout, bad: Request, message: str) 
 
 def test_why_an_answer_ends(engine: SGLangRollout) -> None:
     check_endings(engine)
+
+
+def test_continued_response_equals_the_uninterrupted_one(engine: SGLangRollout) -> None:
+    """Greedy: on CPU SGLang does not use seeds."""
+    check_continuation(engine, temperature=0.0)
 
 
 def test_the_models_own_end_token_ends_nothing_unasked(engine: SGLangRollout, model: PreTrainedModel) -> None:

@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 
 from tests.workers.rollout.contract import (
     REFUSED,
+    check_continuation,
     check_endings,
     check_refusal,
     check_weights_that_do_not_fit,
@@ -117,6 +118,10 @@ def test_what_submit_refuses(engine: VLLMRollout, bad: Request, message: str) ->
 
 def test_why_an_answer_ends(engine: VLLMRollout) -> None:
     check_endings(engine)
+
+
+def test_continued_response_equals_the_uninterrupted_one(engine: VLLMRollout) -> None:
+    check_continuation(engine, temperature=1.0)
 
 
 def test_abort_gives_what_there_is(engine: VLLMRollout) -> None:
