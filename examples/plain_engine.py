@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from workers.rollout.base import Completion, Request, Rollout, RolloutSpec, check_requests
+from workers.rollout.base import Completion, FinishReason, NewTokens, Request, Response, Rollout, RolloutSpec, check_requests
 from workers.rollout.sampling import sample, stream_keys, uniforms
 from workers.rollout.verification import HeldWeight, PlainWeight
 
@@ -20,26 +20,27 @@ class PlainRollout(Rollout):
     def __init__(self, spec: RolloutSpec) -> None:
         self.device, self.max_length = torch.device(spec.device), spec.max_model_len
         self.model = AutoModelForCausalLM.from_pretrained(spec.model.path, dtype=spec.rollout.dtype).to(self.device).eval()
-        self._running: dict[int, tuple[Request, list[int], list[float]]] = {}  # with tokens and log-probs of the response
+        self._running: dict[int, Response] = {}
         self._tokens = 0
 
     def submit(self, requests: Sequence[Request]) -> None:
         check_requests(requests, self._running, max_length=self.max_length, vocab_size=self.model.config.vocab_size)
-        self._running |= {request.id: (request, [], []) for request in requests}
+        self._running |= {request.id: Response(request) for request in requests}
 
     @torch.inference_mode()
     def step(self) -> list[Completion]:
         """Sample one token for every running request; return completed ones."""
         self._check_awake()
         ended = []
-        for request, tokens, log_probs in [*self._running.values()]:
-            ids = torch.tensor([[*request.prompt_ids, *tokens]], device=self.device)
-            token, log_prob = self._sample(request, len(tokens), self.model(ids).logits[0, -1:])
-            tokens.append(token)
-            log_probs.append(log_prob)
+        for response in [*self._running.values()]:
+            request, known = response.request, response.known
+            count = len(known) - len(request.prompt_ids)
+            token, log_prob = self._sample(request, count, self.model(torch.tensor([known], device=self.device)).logits[0, -1:])
+            response.token_ids.append(token)
+            response.log_probs.append(log_prob)
             self._tokens += 1
             stops = token in request.sampling.stop_token_ids and not request.sampling.ignore_eos
-            if stops or len(tokens) == request.sampling.max_tokens or ids.shape[1] + 1 == self.max_length:
+            if stops or count + 1 == request.sampling.max_tokens or len(known) + 1 == self.max_length:
                 ended.append(self._complete(request.id, "stop" if stops else "length"))
         return ended
 
@@ -52,9 +53,12 @@ class PlainRollout(Rollout):
         token, log_prob = sample(logits, *columns, uniforms(stream_keys([request.seed]), np.array([count])))
         return int(token), float(log_prob)
 
-    def _complete(self, id: int, reason: str) -> Completion:
-        _, tokens, log_probs = self._running.pop(id)
-        return Completion(id, tuple(tokens), tuple(log_probs), reason, self._version)
+    def _complete(self, id: int, reason: FinishReason) -> Completion:
+        return self._running.pop(id).completion(reason, self._version)
+
+    def new_tokens(self) -> list[NewTokens]:
+        new = [response.take_new(self._version) for response in self._running.values()]
+        return [tokens for tokens in new if tokens.token_ids]
 
     def abort(self, ids: Sequence[int] | None = None) -> list[Completion]:
         chosen = self._running.keys() if ids is None else self._running.keys() & set(ids)
@@ -68,6 +72,8 @@ class PlainRollout(Rollout):
     def load_weights(self, weights: Iterator[tuple[str, Tensor]], version: int) -> None:
         """Copy weights by their transformers names, cast to the engine's dtype."""
         self._check_takes_weights("load_weights")
+        for response in self._running.values():
+            response.stamp(self._version)
         for name, tensor in weights:
             self.model.get_parameter(name).copy_(tensor)
         self._weights_there, self._version = True, version

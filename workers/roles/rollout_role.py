@@ -96,6 +96,6 @@ def answers(completions: list[Completion]) -> Batch:
         },
         rows={
             "finished": torch.tensor([c.finish_reason == "stop" for c in completions], dtype=torch.int64),
-            "weight_version": torch.tensor([c.weight_version for c in completions], dtype=torch.int64),
+            "weight_version": torch.tensor([c.versions[-1] for c in completions], dtype=torch.int64),
         },
     )

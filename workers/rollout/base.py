@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -56,20 +56,69 @@ class Request:
     response_ids: tuple[int, ...] = ()
 
 
+FinishReason = Literal["stop", "length", "abort"]
+
+
 @dataclass(frozen=True, slots=True)
 class Completion:
     """The response to a request, without the request's own response_ids.
 
     log_probs: of each token, log_softmax(logits / temperature) over the whole vocabulary, before top-k and top-p; at temperature
     0, log_softmax(logits). finish_reason: "stop" by a stop token, "length" by max_tokens or max_model_len, "abort" by ``abort``.
-    weight_version: version of the engine's weights when the response finished.
+    versions: of each token, the version of the weights that it was sampled with.
     """
 
     id: int
     token_ids: tuple[int, ...]
     log_probs: tuple[float, ...]
-    finish_reason: Literal["stop", "length", "abort"]
-    weight_version: int
+    finish_reason: FinishReason
+    versions: tuple[int, ...]
+
+
+@dataclass(slots=True)
+class Response:
+    """The response to an unfinished request, as engines keep it: what was sampled after ``request.response_ids``.
+
+    log_probs: see Completion. versions: of the tokens up to the last change of weights; later tokens have the engine's version.
+    reported: number of tokens that ``take_new`` has returned.
+    """
+
+    request: Request
+    token_ids: list[int] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    reported: int = 0
+
+    @property
+    def known(self) -> tuple[int, ...]:
+        """Prompt and response so far: the tokens to be processed before the next one can be sampled."""
+        return (*self.request.prompt_ids, *self.request.response_ids, *self.token_ids)
+
+    def stamp(self, version: int) -> None:
+        """Record that all tokens so far were sampled with ``version`` or earlier: the weights are about to change."""
+        self.versions += [version] * (len(self.token_ids) - len(self.versions))
+
+    def completion(self, finish_reason: FinishReason, version: int) -> Completion:
+        """The completion with what was sampled so far. version: of the engine's weights."""
+        self.stamp(version)
+        return Completion(self.request.id, tuple(self.token_ids), tuple(self.log_probs), finish_reason, tuple(self.versions))
+
+    def take_new(self, version: int) -> NewTokens:
+        """The tokens since the last call. version: of the engine's weights."""
+        self.stamp(version)
+        new = slice(self.reported, None)
+        self.reported = len(self.token_ids)
+        return NewTokens(self.request.id, self.token_ids[new], self.log_probs[new], self.versions[new])
+
+
+@dataclass(frozen=True, slots=True)
+class NewTokens:
+    """Further tokens of an unfinished response; log_probs and versions as in Completion."""
+
+    id: int
+    token_ids: list[int]
+    log_probs: list[float]
+    versions: list[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,6 +209,13 @@ class Rollout(ABC):
     @abstractmethod
     def unfinished(self) -> int:
         """Number of requests that wait or run."""
+
+    @abstractmethod
+    def new_tokens(self) -> list[NewTokens]:
+        """Tokens of unfinished requests since the last call, in order of submission; requests without any are left out.
+
+        A completion has all tokens of its request, whether they were returned here or not.
+        """
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
         """Generate a completion for each request, in the order of the requests."""

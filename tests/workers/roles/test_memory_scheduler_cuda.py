@@ -63,7 +63,7 @@ def main(rank: int, path: str, name: Literal["vllm", "sglang"]) -> None:
     worker.memory_scheduler.enter("generate")
     found["free in generation"] = torch.cuda.mem_get_info()[0]
     (last,) = [c for c in engine.rollout.generate([request(9, PROMPT, max_tokens=8, ignore_eos=True, seed=9)]) if c.id == 9]
-    found["tokens"], found["version"] = len(last.token_ids), last.weight_version
+    found["tokens"], found["version"] = len(last.token_ids), last.versions[-1]
     found["resumed"] = [len(completion.token_ids) for completion in engine.rollout.abort()]
     torch.save(found, f"{path}/found.pt")
     worker.close()

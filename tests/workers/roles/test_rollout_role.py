@@ -17,7 +17,7 @@ class Engine:
 
     def generate(self, requests: list[Request]) -> list[Completion]:
         self.requests = requests
-        return [Completion(r.id, r.prompt_ids[:1], (-0.5,), "length" if r.seed else "stop", 4) for r in requests]
+        return [Completion(r.id, r.prompt_ids[:1], (-0.5,), "length" if r.seed else "stop", (4,)) for r in requests]
 
 
 class Awake:

@@ -85,6 +85,36 @@ def check_continuation(engine: Rollout, temperature: float) -> None:
     assert (len(longest.token_ids), longest.finish_reason) == (2, "length")
 
 
+def check_new_tokens(engine: Rollout, give: Callable[[int], object]) -> None:
+    """What ``new_tokens`` returns is each token once, with the version of the weights that it was sampled with.
+
+    give: loads or shares weights of a version. Engines that return tokens of running requests late have them when weights change.
+    """
+    lengths = {0: 9, 1: 60, 2: 150}  # far apart: an engine of its own pace is still at the next one when weights change
+    asked = [request(id, (2 + id, 3), temperature=0.0, ignore_eos=True, max_tokens=length) for id, length in lengths.items()]
+    give(5)
+    engine.submit(asked)
+    done = engine.step()
+    seen: dict[int, list[tuple[int, float, int]]] = {one.id: [] for one in asked}
+    changes: list[int] = []
+    while engine.unfinished:
+        if len(changes) < 2 and len(done) >= len(changes):
+            changes.append(6 + len(changes))
+            give(changes[-1])
+        for new in engine.new_tokens():
+            assert new.token_ids, "requests without new tokens are left out"
+            seen[new.id] += zip(new.token_ids, new.log_probs, new.versions, strict=True)
+        assert engine.new_tokens() == []
+        done += engine.step()
+    assert {completion.id: len(completion.token_ids) for completion in done} == lengths
+    for completion in done:
+        whole = list(zip(completion.token_ids, completion.log_probs, completion.versions, strict=True))
+        assert whole[: len(seen[completion.id])] == seen[completion.id]
+        assert list(completion.versions) == sorted(completion.versions)
+    longest = next(completion for completion in done if completion.id == 2)
+    assert seen[2] and set(longest.versions) == {5, 6, 7}
+
+
 def check_weights_that_do_not_fit(engine: Rollout, model: PreTrainedModel) -> None:
     weights = weights_of(model)
     weights["model.extra"] = weights.pop("model.norm.weight")
@@ -99,7 +129,7 @@ def check_weights_that_do_not_fit(engine: Rollout, model: PreTrainedModel) -> No
     asked = request(0, (2, 3))
     engine.load_weights(model.named_parameters(), 3)
     completion = engine.generate([asked])[0]
-    assert completion.weight_version == 3 and log_prob_error(model, asked, completion) < 1e-5
+    assert completion.versions[-1] == 3 and log_prob_error(model, asked, completion) < 1e-5
 
 
 def check_what_sleeps(engine: Rollout, give: Callable[[int], object], requests: Sequence[Request]) -> None:

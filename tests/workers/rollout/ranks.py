@@ -124,7 +124,7 @@ class Run:
             columns = [batch.split_rows(name) for batch, name in
                        ((prompts, "input_ids"), (answers, "input_ids"), (answers, "rollout_log_probs"))]  # fmt: skip
             for i, (prompt, answer, log_probs) in enumerate(zip(*columns, strict=True)):
-                completion = Completion(i, tuple(answer.tolist()), tuple(log_probs.tolist()), "stop", version)
+                completion = Completion(i, tuple(answer.tolist()), tuple(log_probs.tolist()), "stop", (version,) * len(answer))
                 assert greedy_error(model, request(i, prompt.tolist(), temperature=0.0), completion) < 1e-4
 
     def check_mesh(self) -> None:

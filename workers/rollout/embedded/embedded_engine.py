@@ -17,9 +17,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from workers.rollout.base import Completion, Request, Rollout, RolloutSpec, check_requests
+from workers.rollout.base import Completion, FinishReason, NewTokens, Request, Rollout, RolloutSpec, check_requests
 from workers.rollout.cached_attention import StepAttention
-from workers.rollout.embedded.running_batch import FinishReason, RowSequence, RunningRows
+from workers.rollout.embedded.running_batch import RowSequence, RunningRows
 from workers.rollout.kv_cache import KVCache
 from workers.rollout.malloc_trim import trim_free_memory
 from workers.rollout.sampling import sample, uniforms
@@ -55,13 +55,19 @@ class EmbeddedRollout(Rollout):
         """Queue requests. Also raises ValueError for an id that is unfinished. On any error none of the requests is queued."""
         ids = check_requests(requests, self._ids, max_length=self.max_length, vocab_size=self.model.vocab_size)
         for request in requests:
-            self._waiting.append(RowSequence(request, self._submitted))
+            self._waiting.append(RowSequence(request, order=self._submitted))
             self._submitted += 1
         self._ids = ids
 
     @property
     def unfinished(self) -> int:
         return len(self._ids)
+
+    def new_tokens(self) -> list[NewTokens]:
+        # Requests that were requeued wait with their tokens.
+        responses = [*self.rows.collect(np.arange(self.rows.n)), *self._waiting]
+        new = [response.take_new(self._version) for response in sorted(responses, key=lambda response: response.order)]
+        return [tokens for tokens in new if tokens.token_ids]
 
     @torch.inference_mode()
     def abort(self, ids: Sequence[int] | None = None) -> list[Completion]:
@@ -156,10 +162,10 @@ class EmbeddedRollout(Rollout):
         repeats = [(i, sequence) for i, prompt in enumerate(prompts) for sequence in groups[prompt][1:]]
         entered = forks + [groups[prompt][0] for prompt in prompts] + [sequence for _, sequence in repeats]
         rows.add(entered)
-        # Sequences that have run were requeued by new weights: their prompt was counted when they first entered.
-        self._counters["prompt_tokens"] += sum(len(s.request.prompt_ids) for s in entered if not s.has_run)
+        # Sequences with tokens were requeued by new weights: their prompt was counted when they first entered.
+        self._counters["prompt_tokens"] += sum(len(s.request.prompt_ids) for s in entered if not s.token_ids)
         found = [(fork, 1) for fork in forks] + [(sequence, 0) for _, sequence in repeats]  # a fork computes its last token
-        self._counters["cached_tokens"] += sum(len(s.request.prompt_ids) - anew for s, anew in found if not s.has_run)
+        self._counters["cached_tokens"] += sum(len(s.request.prompt_ids) - anew for s, anew in found if not s.token_ids)
         holders = np.array([running[fork.known] for fork in forks], dtype=np.int64)
         return holders, [np.array(prompt) for prompt in prompts], np.array([i for i, _ in repeats], dtype=np.int64)
 
@@ -246,6 +252,8 @@ class EmbeddedRollout(Rollout):
     def _requeue(self) -> None:
         """Return all rows to the front of the queue, in order of submission."""
         self._waiting.extendleft(reversed(self.rows.collect(np.arange(self.rows.n))))
+        for sequence in self._waiting:
+            sequence.stamp(self._version)
         self.rows.truncate(0)
         self._excess = 0
 

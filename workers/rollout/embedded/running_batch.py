@@ -5,50 +5,22 @@ Columns instead of objects, so that a decode step updates all sequences with a f
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass
 
 import numpy as np
 
-from workers.rollout.base import Completion, Request
+from workers.rollout.base import Response
 from workers.rollout.sampling import stream_keys
-
-FinishReason = Literal["stop", "length", "abort"]
 
 
 @dataclass(slots=True)
-class RowSequence:
-    """A request and its response so far.
+class RowSequence(Response):
+    """A response. While it runs, it is in the columns of RunningRows; ``RunningRows.collect`` copies it to here.
 
-    order: number of the submission, by which results are sorted. token_ids, log_probs: filled when the sequence leaves the table;
-    while it runs, its response is in the columns of RunningRows. Both begin with the request's response_ids, whose log-probs are
-    not known here (NaN).
+    order: number of the submission, by which results are sorted.
     """
 
-    request: Request
-    order: int
-    token_ids: list[int] = field(init=False)
-    log_probs: list[float] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.token_ids = list(self.request.response_ids)
-        self.log_probs = [math.nan] * len(self.token_ids)
-
-    @property
-    def has_run(self) -> bool:
-        """Whether a token was sampled since the request was submitted."""
-        return len(self.token_ids) > len(self.request.response_ids)
-
-    @property
-    def known(self) -> tuple[int, ...]:
-        """Prompt and response so far: the tokens to be processed before the next one can be sampled."""
-        return self.request.prompt_ids + tuple(self.token_ids)
-
-    def completion(self, finish_reason: FinishReason, version: int) -> Completion:
-        """The completion with what was sampled so far. version: of the weights."""
-        begun = len(self.request.response_ids)
-        return Completion(self.request.id, tuple(self.token_ids[begun:]), tuple(self.log_probs[begun:]), finish_reason, version)
+    order: int = 0
 
 
 ROW = np.dtype(
@@ -95,8 +67,8 @@ class RunningRows:
         """Append rows for ``sequences``. All known tokens except the last count as cached: the step's forward computes them."""
         keys = stream_keys([sequence.request.seed for sequence in sequences])
         for sequence, key in zip(sequences, keys, strict=True):
-            request, count, known = sequence.request, len(sequence.token_ids), sequence.known
-            sampling = request.sampling
+            request, known = sequence.request, sequence.known
+            sampling, begun, count = request.sampling, len(request.response_ids), len(known) - len(request.prompt_ids)
             # A response also ends when prompt and response together reach the maximum length.
             limit = min(sampling.max_tokens, self.max_length - len(request.prompt_ids))
             stop_set = self._stop_set(() if sampling.ignore_eos else sampling.stop_token_ids)
@@ -104,7 +76,8 @@ class RunningRows:
                 *(sequence, len(known) - 1, count, limit, known[-1], key),
                 *(sampling.temperature, sampling.top_k, sampling.top_p, stop_set),
             )
-            self.token_ids[self.n, :count], self.log_probs[self.n, :count] = sequence.token_ids, sequence.log_probs
+            self.token_ids[self.n, begun:count] = sequence.token_ids
+            self.log_probs[self.n, begun:count] = sequence.log_probs
             self.n += 1
 
     def append(self, token_ids: np.ndarray, log_probs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -121,12 +94,13 @@ class RunningRows:
         return stopped, stopped | (count >= self["limit"])
 
     def collect(self, rows: np.ndarray) -> list[RowSequence]:
-        """Copy the responses of these rows into their sequences; returns those in order of submission. The rows stay."""
+        """Bring the sequences of these rows up to date; returns them in order of submission. The rows stay."""
         sequences = []
         for row in rows.tolist():
             sequence, count = self.table["sequence"][row], int(self.table["count"][row])
-            sequence.token_ids = self.token_ids[row, :count].tolist()
-            sequence.log_probs = self.log_probs[row, :count].tolist()
+            start = len(sequence.request.response_ids) + len(sequence.token_ids)
+            sequence.token_ids += self.token_ids[row, start:count].tolist()
+            sequence.log_probs += self.log_probs[row, start:count].tolist()
             sequences.append(sequence)
         return sorted(sequences, key=lambda sequence: sequence.order)
 

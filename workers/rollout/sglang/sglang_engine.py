@@ -13,10 +13,10 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import cycle
 from multiprocessing.reduction import ForkingPickler
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -26,7 +26,17 @@ from transformers import PreTrainedModel
 from workers.controller.group import WorkerInfo
 from workers.controller.ports import hold_port
 from workers.engine.hf.hf_model import DTYPES, empty_model, model_config, vocab_size
-from workers.rollout.base import Completion, EngineAsleep, Request, Rollout, RolloutSpec, check_requests
+from workers.rollout.base import (
+    Completion,
+    EngineAsleep,
+    FinishReason,
+    NewTokens,
+    Request,
+    Response,
+    Rollout,
+    RolloutSpec,
+    check_requests,
+)
 from workers.rollout.cached_attention import CACHED_ATTENTION, probe_cache_shape
 from workers.rollout.sglang.sglang_client import Client, SharedBucket
 from workers.rollout.sync.buckets import buckets
@@ -50,33 +60,24 @@ ENVIRONMENT = {
 
 
 @dataclass(slots=True)
-class PendingRequest:
-    """An unfinished request and its response so far.
+class PendingRequest(Response):
+    """An unfinished response. submitted: SGLang has the request."""
 
-    token_ids begins with the request's response_ids; log_probs are of the tokens after them. submitted: SGLang has it.
-    """
-
-    request: Request
-    token_ids: list[int] = field(init=False)
-    log_probs: list[float] = field(default_factory=list)
     submitted: bool = False
-
-    def __post_init__(self) -> None:
-        self.token_ids = list(self.request.response_ids)
 
     @property
     def name(self) -> str:
         """Name in SGLang. The slash keeps names from being prefixes of each other: SGLang aborts by prefix."""
         return f"{self.request.id}/"
 
-    def ended(self, reason: str, max_length: int) -> Literal["stop", "length", "abort"]:
+    def ended(self, reason: str, max_length: int) -> FinishReason:
         """Finish reason, given SGLang's. A request that was aborted right at its last token has finished by itself."""
         sampling = self.request.sampling
         if reason == "stop" or (
             self.token_ids[-1:] and self.token_ids[-1] in sampling.stop_token_ids and not sampling.ignore_eos
         ):
             return "stop"
-        return "length" if len(self.token_ids) == new_tokens(self.request, max_length) else "abort"
+        return "length" if len(self.token_ids) == room_for(self.request, max_length) else "abort"
 
 
 class SGLangRollout(Rollout):
@@ -164,7 +165,7 @@ class SGLangRollout(Rollout):
         if self.engine is not None and not self._ended and self._pending:
             for pending in waiting:
                 pending.submitted = True
-            submitted = [(pending.name, prompt_of(pending), sampling_arguments(pending, self.max_length)) for pending in waiting]
+            submitted = [(pending.name, list(pending.known), sampling_arguments(pending, self.max_length)) for pending in waiting]
             self._take(self.engine.call("step", submitted))
             self._counters["decode_steps"] += 1
         ended, self._ended = self._ended, []
@@ -180,15 +181,20 @@ class SGLangRollout(Rollout):
                 )
             pending.token_ids += token_ids
             pending.log_probs += log_probs
+            pending.stamp(self._version)
             pending.submitted = False
             if (finish_reason := pending.ended(reason, self.max_length)) != "abort":
                 self._ended.append(self._completion(pending, finish_reason))
 
-    def _completion(self, pending: PendingRequest, finish_reason: Literal["stop", "length", "abort"]) -> Completion:
+    def _completion(self, pending: PendingRequest, finish_reason: FinishReason) -> Completion:
         del self._pending[pending.request.id]
-        self._counters["response_tokens"] += len(pending.log_probs)
-        sampled = pending.token_ids[len(pending.request.response_ids) :]
-        return Completion(pending.request.id, tuple(sampled), tuple(pending.log_probs), finish_reason, self._version)
+        self._counters["response_tokens"] += len(pending.token_ids)
+        return pending.completion(finish_reason, self._version)
+
+    def new_tokens(self) -> list[NewTokens]:
+        """SGLang returns the tokens of running requests when they are recalled: before weights change and before sleep."""
+        new = [pending.take_new(self._version) for pending in self._pending.values()]
+        return [tokens for tokens in new if tokens.token_ids]
 
     def abort(self, ids: Sequence[int] | None = None) -> list[Completion]:
         """End requests and return their completions: first those that had finished, with their finish reason, then partial ones.
@@ -427,7 +433,7 @@ def sampling_arguments(pending: PendingRequest, max_length: int) -> dict[str, An
         "temperature": sampling.temperature,
         "top_k": sampling.top_k or -1,  # 0 keeps all, which SGLang spells -1
         "top_p": sampling.top_p,
-        "max_new_tokens": new_tokens(pending.request, max_length) - len(pending.token_ids),
+        "max_new_tokens": room_for(pending.request, max_length) - len(pending.token_ids),
         "stop_token_ids": list(sampling.stop_token_ids),
         "ignore_eos": sampling.ignore_eos,
         # SGLang uses it only with enable_deterministic_inference, which it does not have on CPU.
@@ -435,11 +441,6 @@ def sampling_arguments(pending: PendingRequest, max_length: int) -> dict[str, An
     }
 
 
-def new_tokens(request: Request, max_length: int) -> int:
-    """Maximum number of tokens of a response, limited by max_tokens and by max_length of prompt and response together."""
-    return min(request.sampling.max_tokens, max_length - len(request.prompt_ids))
-
-
-def prompt_of(pending: PendingRequest) -> list[int]:
-    """Tokens that SGLang continues from: the prompt and the response so far."""
-    return [*pending.request.prompt_ids, *pending.token_ids]
+def room_for(request: Request, max_length: int) -> int:
+    """Maximum number of tokens to sample, limited by max_tokens and by max_length of prompt and response together."""
+    return min(request.sampling.max_tokens, max_length - len(request.prompt_ids)) - len(request.response_ids)

@@ -16,7 +16,7 @@ import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -26,7 +26,16 @@ from torch import Tensor, nn
 from workers.controller.environment import set_environment
 from workers.controller.group import WorkerInfo
 from workers.engine.hf.hf_model import DTYPES, empty_model, model_config, vocab_size
-from workers.rollout.base import Completion, EngineAsleep, Request, Rollout, RolloutSpec, check_requests
+from workers.rollout.base import (
+    Completion,
+    EngineAsleep,
+    NewTokens,
+    Request,
+    Response,
+    Rollout,
+    RolloutSpec,
+    check_requests,
+)
 from workers.rollout.sampling import stream_keys
 from workers.rollout.sync.expected_weights import ExpectedWeights
 from workers.rollout.sync.hf_names import FileNames
@@ -47,13 +56,10 @@ ENVIRONMENT = {
 
 
 @dataclass(slots=True)
-class RunningResponse:
-    """An unfinished request, its id within vLLM, and its response so far."""
+class RunningResponse(Response):
+    """An unfinished response. name: its id within vLLM."""
 
-    request: Request
-    name: str
-    token_ids: list[int] = field(default_factory=list)
-    log_probs: list[float] = field(default_factory=list)
+    name: str = ""
 
 
 class VLLMRollout(Rollout):
@@ -125,12 +131,16 @@ class VLLMRollout(Rollout):
             engine_request = processor.process_inputs(str(request.id), prompt, params, supported_tasks=tasks)
             processor.assign_request_id(engine_request)  # vLLM's own id, under which outputs arrive
             self.engine.engine_core.add_request(engine_request)
-            self._running[engine_request.request_id] = RunningResponse(request, engine_request.request_id)
+            self._running[engine_request.request_id] = RunningResponse(request, name=engine_request.request_id)
             self._counters["prompt_tokens"] += len(request.prompt_ids)
 
     @property
     def unfinished(self) -> int:
         return len(self._running)
+
+    def new_tokens(self) -> list[NewTokens]:
+        new = [running.take_new(self._version) for running in self._running.values()]
+        return [tokens for tokens in new if tokens.token_ids]
 
     def step(self) -> list[Completion]:
         """Run one decode step. Raises FloatingPointError, naming a request, where the model's logits are not finite.
@@ -157,11 +167,12 @@ class VLLMRollout(Rollout):
         return ended
 
     def _completion(self, running: RunningResponse, reason: Any) -> Completion:
-        id, values = running.request.id, tuple(running.log_probs)
-        if not all(map(math.isfinite, values)):
-            raise FloatingPointError(f"request {id}: the model's logits are not finite (weights of version {self._version})")
-        self._counters["response_tokens"] += len(values)
-        return Completion(id, tuple(running.token_ids), values, reason, self._version)
+        if not all(map(math.isfinite, running.log_probs)):
+            raise FloatingPointError(
+                f"request {running.request.id}: the model's logits are not finite (weights of version {self._version})"
+            )
+        self._counters["response_tokens"] += len(running.token_ids)
+        return running.completion(reason, self._version)
 
     def abort(self, ids: Sequence[int] | None = None) -> list[Completion]:
         """End requests and return their partial responses in order of submission.
@@ -266,6 +277,8 @@ class VLLMRollout(Rollout):
 
     def _drop_cached(self) -> None:
         """Invalidate the KV cache: forget prefixes, and return running requests to the queue."""
+        for running in self._running.values():
+            running.stamp(self._version)
         # Keys and values of old weights must not be continued with new ones: a refusal is an error.
         if not self.engine.reset_prefix_cache(reset_running_requests=True):
             raise RuntimeError("vLLM did not drop its prefix cache: responses would continue from keys and values of old weights")

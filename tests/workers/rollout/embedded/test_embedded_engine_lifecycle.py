@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from tests.workers.rollout.contract import REFUSED, check_continuation, check_refusal, check_what_sleeps
+from tests.workers.rollout.contract import REFUSED, check_continuation, check_new_tokens, check_refusal, check_what_sleeps
 from tests.workers.rollout.engines import hf_logits, log_prob_error, make_engine, make_model, ragged_prompts, request, spec_of
 from tests.workers.rollout.vllm_workers import LENGTH
 from workers.rollout.base import Completion, EngineAsleep, Request
@@ -108,7 +108,7 @@ def test_shared_weights_are_the_trainers_own(model: PreTrainedModel) -> None:
                 weight.mul_(1.1)
         assert engine.share_weights(lent, version=2)
         after = engine.generate([asked])[0]
-        assert after.weight_version == 2 and after.log_probs != before.log_probs
+        assert after.versions[-1] == 2 and after.log_probs != before.log_probs
         assert log_prob_error(model, asked, after) < 1e-5
         assert all(weight.requires_grad for weight in lent.values())
     finally:
@@ -136,7 +136,7 @@ def test_loaded_weights_are_copies(model: PreTrainedModel) -> None:
     engine.load_weights(model.named_parameters(), version=6)
     again = engine.generate([asked])[0]
     assert_alike(again, expected)
-    assert again.weight_version == 6
+    assert again.versions[-1] == 6
     with torch.no_grad():
         engine.model.module.get_input_embeddings().weight.zero_()
     assert all(torch.equal(weight, originals[name]) for name, weight in model.named_parameters())
@@ -156,7 +156,7 @@ def test_weights_that_do_not_fit_are_named(model: PreTrainedModel) -> None:
         with pytest.raises(EngineAsleep, match="no weights"):
             engine.step()
     engine.load_weights(model.named_parameters(), 3)
-    assert engine.generate([request(0, (2, 3))])[0].weight_version == 3
+    assert engine.generate([request(0, (2, 3))])[0].versions[-1] == 3
 
 
 @pytest.mark.parametrize("names", ["one", "both"])
@@ -173,6 +173,11 @@ def test_tied_weights_may_come_under_one_name_or_both(names: str, tmp_path: Path
     assert engine.share_weights(weights, 1)
     assert_alike(engine.generate([asked])[0], loaded)
     assert module.lm_head.weight.data_ptr() == model.model.embed_tokens.weight.data_ptr()
+
+
+def test_new_tokens_are_returned_once_with_their_version(model: PreTrainedModel) -> None:
+    engine = make_engine(model, max_model_len=LENGTH, slots=2)
+    check_new_tokens(engine, lambda version: engine.load_weights(model.named_parameters(), version))
 
 
 def test_running_responses_continue_with_new_weights(model: PreTrainedModel) -> None:
@@ -193,7 +198,7 @@ def test_running_responses_continue_with_new_weights(model: PreTrainedModel) -> 
     for wanted in expected:
         got = done[wanted.id]
         assert_alike(got, wanted)
-        assert got.weight_version == 3
+        assert got.versions[-1] == 3
 
 
 def test_new_weights_compute_the_old_tokens_anew(model: PreTrainedModel, tmp_path: Path) -> None:

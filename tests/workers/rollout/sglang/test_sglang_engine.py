@@ -18,6 +18,7 @@ from tests.workers.rollout.contract import (
     REFUSED,
     check_continuation,
     check_endings,
+    check_new_tokens,
     check_refusal,
     check_weights_that_do_not_fit,
     check_what_sleeps,
@@ -151,6 +152,10 @@ def test_what_waits_can_be_aborted(engine: SGLangRollout) -> None:
     assert (unbegun.token_ids, unbegun.finish_reason) == ((), "abort")
 
 
+def test_new_tokens_are_returned_once_with_their_version(engine: SGLangRollout, model: PreTrainedModel) -> None:
+    check_new_tokens(engine, lambda version: engine.load_weights(model.named_parameters(), version))
+
+
 def test_running_responses_continue_with_new_weights(engine: SGLangRollout, model: PreTrainedModel) -> None:
     lengths = (3, 40, 90, 140, 200)  # far apart: SGLang continues while this process is busy with something else
     requests = [request(i, prompt, temperature=0.0, ignore_eos=True, max_tokens=length)
@@ -170,7 +175,7 @@ def test_running_responses_continue_with_new_weights(engine: SGLangRollout, mode
         got = by_id[wanted.id]
         assert (got.token_ids, got.finish_reason) == (wanted.token_ids, "length")
         assert torch.allclose(torch.tensor(got.log_probs), torch.tensor(wanted.log_probs), atol=1e-5)
-    assert (by_id[0].weight_version, by_id[4].weight_version) == (1, 3)
+    assert (by_id[0].versions[-1], by_id[4].versions[-1]) == (1, 3)
 
 
 def test_an_answer_that_ended_as_it_was_recalled_is_not_gone_on_with(engine: SGLangRollout) -> None:

@@ -27,7 +27,6 @@ from workers.rollout.sglang.sglang_engine import (
     PendingRequest,
     SGLangRollout,
     engine_arguments,
-    prompt_of,
     sampling_arguments,
 )
 from workers.rollout.sglang.sglang_server import Server
@@ -53,7 +52,7 @@ def test_every_field_of_sampling_arrives() -> None:
 
 def test_what_is_left_of_an_answer_is_asked_for() -> None:
     begun = PendingRequest(request(0, (2, 3), max_tokens=9), token_ids=[5, 6, 7], log_probs=[-1.0] * 3)
-    assert prompt_of(begun) == [2, 3, 5, 6, 7]
+    assert begun.known == (2, 3, 5, 6, 7)
     assert sampling_arguments(begun, LENGTH)["max_new_tokens"] == 6
 
 

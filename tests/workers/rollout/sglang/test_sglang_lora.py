@@ -128,7 +128,7 @@ def test_running_responses_continue_with_the_new_adapter(case: Case) -> None:
     grown = replace(
         asked, prompt_ids=(*asked.prompt_ids, *after.token_ids[:kept]), sampling=replace(asked.sampling, max_tokens=1)
     )
-    assert case.engine.generate([grown])[0].token_ids == after.token_ids[kept : kept + 1] and after.weight_version == 2
+    assert case.engine.generate([grown])[0].token_ids == after.token_ids[kept : kept + 1] and after.versions[-1] == 2
 
 
 def test_an_adapter_that_did_not_arrive_ends_the_run(case: Case) -> None:
@@ -197,7 +197,7 @@ def test_no_answers_without_a_sync_after_sleep(case: Case) -> None:
         case.engine.generate([request(0, (2, 3))])
     case.engine.abort()
     sync(2)
-    assert case.engine.generate([request(0, (2, 3))])[0].weight_version == 2
+    assert case.engine.generate([request(0, (2, 3))])[0].versions[-1] == 2
 
 
 def test_no_answers_without_an_adapter_and_no_adapter_without_weights(case: Case) -> None:

@@ -53,7 +53,7 @@ def test_loaded_weights_are_the_trainers(model: PreTrainedModel, mode: str, dtyp
     assert set(metrics) == (set() if mode == "off" else {"timing_s/verify_weights", "rollout/verified_bytes"})
     for name, weight in engine.model.module.named_parameters():
         assert torch.equal(weight, model.get_parameter(name).to(weight.dtype))
-    assert engine.generate([request(0, (2, 3))])[0].weight_version == 8 + TURNS
+    assert engine.generate([request(0, (2, 3))])[0].versions[-1] == 8 + TURNS
     assert set(source.streams) == {engine.model.module.dtype}
 
 

@@ -11,6 +11,7 @@ from tests.workers.rollout.contract import (
     REFUSED,
     check_continuation,
     check_endings,
+    check_new_tokens,
     check_refusal,
     check_weights_that_do_not_fit,
     check_what_sleeps,
@@ -141,6 +142,10 @@ def test_abort_gives_what_there_is(engine: VLLMRollout) -> None:
     assert [c.token_ids for c in engine.generate(requests)] == [c.token_ids for c in expected], "ids are free again"
 
 
+def test_new_tokens_are_returned_once_with_their_version(engine: VLLMRollout, model: PreTrainedModel) -> None:
+    check_new_tokens(engine, lambda version: engine.load_weights(model.named_parameters(), version))
+
+
 def test_running_responses_continue_with_new_weights(engine: VLLMRollout, model: PreTrainedModel) -> None:
     requests = [request(i, prompt, ignore_eos=True, max_tokens=12) for i, prompt in enumerate(ragged_prompts(5))]
     expected = engine.generate(requests)
@@ -157,7 +162,7 @@ def test_running_responses_continue_with_new_weights(engine: VLLMRollout, model:
     assert engine.unfinished == 0
     for wanted in expected:
         got = done[wanted.id]
-        assert (got.token_ids, got.finish_reason, got.weight_version) == (wanted.token_ids, "length", 3)
+        assert (got.token_ids, got.finish_reason, got.versions[-1]) == (wanted.token_ids, "length", 3)
         assert torch.allclose(torch.tensor(got.log_probs), torch.tensor(wanted.log_probs), atol=1e-5)
 
 

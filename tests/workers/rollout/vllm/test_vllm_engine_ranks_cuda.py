@@ -97,7 +97,7 @@ def test_three_rounds(name: str, tmp_path: Path) -> None:
         model = AutoModelForCausalLM.from_pretrained(tmp_path / str(version)).eval()
         columns = [tokens[name].split(lengths.tolist()) for name in ("input_ids", "rollout_log_probs")]
         for i, (prompt, answer, log_probs) in enumerate(zip(ragged_prompts(5, longest=150), *columns, strict=True)):
-            completion = Completion(i, tuple(answer.tolist()), tuple(log_probs.tolist()), "stop", version)
+            completion = Completion(i, tuple(answer.tolist()), tuple(log_probs.tolist()), "stop", (version,) * len(answer))
             assert greedy_error(model, request(i, prompt, temperature=0.0), completion) < 1e-4
     last = [torch.cat([tokens["input_ids"] for _, tokens in found[0]["greedy"][version : version + 1]]) for version in (0, 2)]
     assert last[0].tolist() != last[1].tolist(), "training must have changed an answer"

@@ -109,7 +109,7 @@ def test_running_responses_continue_with_the_new_adapter(case: Case) -> None:
     case.source.change(101)
     sync(2)
     (after,) = [completion for _ in range(20) for completion in case.engine.step()]
-    assert after.token_ids[:3] == before.token_ids[:3] and after.weight_version == 2
+    assert after.token_ids[:3] == before.token_ids[:3] and after.versions[-1] == 2
     grown = replace(asked, prompt_ids=(*asked.prompt_ids, *after.token_ids[:8]), sampling=replace(asked.sampling, max_tokens=4))
     rest = case.engine.generate([grown])[0]
     assert rest.token_ids == after.token_ids[8:]
@@ -183,7 +183,7 @@ def test_no_answers_without_a_sync_after_sleep(case: Case) -> None:
         case.engine.generate([request(0, (2, 3))])
     case.engine.abort()
     sync(2)
-    assert case.engine.generate([request(0, (2, 3))])[0].weight_version == 2
+    assert case.engine.generate([request(0, (2, 3))])[0].versions[-1] == 2
 
 
 def test_no_answers_without_an_adapter_and_no_adapter_without_weights(case: Case) -> None:
