@@ -1,0 +1,103 @@
+"""RolloutScheduler against engines that are a formula: a decode step of n sequences takes a + b n seconds."""
+
+import heapq
+import random
+from dataclasses import dataclass, field
+
+import pytest
+
+from trainer.rollout.scheduler import Balance, Ended, RolloutScheduler
+
+STEPS = 32
+A, B = 11e-3, 22e-6  # seconds: an H200's step of a 0.5B model, and what each running sequence adds to it
+
+
+@dataclass
+class FakeEngine:
+    """Continuous batching in ``slots`` slots, first come first served."""
+
+    slots: int
+    per_sequence: float = B
+    waiting: list[tuple[int, int]] = field(default_factory=list)
+    ends: list[tuple[int, int, int]] = field(default_factory=list)
+    step: int = 0
+    seconds: float = 0.0
+
+    def advance(self, new: list[tuple[int, int]], steps: int) -> Ended:
+        """new: (row, tokens of its response)."""
+        self.waiting += new
+        done: list[tuple[int, int]] = []
+        for _ in range(steps):
+            while self.waiting and len(self.ends) < self.slots:
+                row, length = self.waiting.pop(0)
+                heapq.heappush(self.ends, (self.step + length, row, length))
+            if not self.ends:
+                break
+            self.seconds += A + self.per_sequence * len(self.ends)
+            self.step += 1
+            while self.ends and self.ends[0][0] <= self.step:
+                _, row, length = heapq.heappop(self.ends)
+                done.append((row, length))
+        return Ended([row for row, _ in done], [length for _, length in done])
+
+
+def lengths_by_group(n_groups: int, *, mean: float, longest: int, seed: int) -> list[int]:
+    """Geometric lengths of 8 responses per prompt; the prompts' means are exponential, as easy and hard ones have them."""
+    drawn = random.Random(seed)
+    means = [max(1.0, drawn.expovariate(1 / mean)) for _ in range(n_groups)]
+    return [min(longest, 1 + int(drawn.expovariate(1 / each))) for each in means for _ in range(8)]
+
+
+def simulate(
+    lengths: list[int], balance: Balance, *, n_replicas: int = 2, slots: int = 256, group_size: int = 8
+) -> tuple[float, dict[int, int]]:
+    """(seconds, replica of each row). A turn takes as long as its slowest replica, as where placement is to be repeatable."""
+    scheduler = RolloutScheduler(
+        [100] * len(lengths), group_size, n_replicas=n_replicas, slots=slots, max_tokens=8192, balance=balance
+    )
+    engines = [FakeEngine(slots) for _ in range(n_replicas)]
+    place: dict[int, int] = {}
+    seconds, ended = 0.0, dict[int, Ended]()
+    while calls := scheduler.turn(ended):
+        before = [engine.seconds for engine in engines]
+        ended = {i: engines[i].advance([(row, lengths[row]) for row in rows], STEPS) for i, rows in calls.items()}
+        seconds += max(engine.seconds - start for engine, start in zip(engines, before, strict=True))
+        place |= {row: i for i, rows in calls.items() for row in rows}
+    assert scheduler.unfinished == 0
+    return seconds if balance == "tokens" else max(engine.seconds for engine in engines), place
+
+
+@pytest.mark.parametrize("balance", ["static", "tokens"])
+def test_every_row_is_submitted_once_and_groups_stay_together(balance: Balance) -> None:
+    lengths = lengths_by_group(40, mean=100, longest=800, seed=0)
+    _, place = simulate(lengths, balance, n_replicas=3, slots=16)
+    assert sorted(place) == list(range(len(lengths)))
+    assert all(len({place[row] for row in range(start, start + 8)}) == 1 for start in range(0, len(lengths), 8))
+    assert set(place.values()) == {0, 1, 2}
+
+
+def test_static_placement_rotates_and_submits_everything_at_once() -> None:
+    scheduler = RolloutScheduler([3] * 10, 2, n_replicas=2, slots=1, max_tokens=5, balance="static")
+    assert scheduler.turn({}) == {0: [0, 1, 4, 5, 8, 9], 1: [2, 3, 6, 7]}
+    assert scheduler.turn({1: Ended([2, 3, 6, 7], [1] * 4)}) == {0: []}
+    assert scheduler.turn({0: Ended([0, 1, 4, 5, 8, 9], [1] * 6)}) == {}
+
+
+def test_one_replica_gets_everything_in_order_however_it_is_balanced() -> None:
+    for balance in ("static", "tokens"):
+        scheduler = RolloutScheduler([3] * 6, 2, n_replicas=1, slots=8, max_tokens=5, balance=balance)
+        assert scheduler.turn({}) == {0: [0, 1, 2, 3, 4, 5]}
+
+
+@pytest.mark.parametrize(("n_groups", "slots"), [(128, 128), (256, 64)])
+def test_two_replicas_take_the_time_of_one_queue_over_both(n_groups: int, slots: int) -> None:
+    """Ideal: a replica takes the next response the moment a slot is free, wherever that is."""
+    ratios: dict[Balance, list[float]] = {"static": [], "tokens": []}
+    for seed in range(4):
+        lengths = lengths_by_group(n_groups, mean=1024, longest=8192, seed=seed)
+        both = FakeEngine(2 * slots, per_sequence=B / 2)
+        both.advance(list(enumerate(lengths)), sum(lengths))
+        for balance, found in ratios.items():
+            found.append(simulate(lengths, balance, slots=slots)[0] / both.seconds)
+    print(ratios)
+    assert max(ratios["tokens"]) < 1.05 and max(ratios["tokens"]) < max(ratios["static"])
