@@ -44,6 +44,7 @@ class RolloutScheduler:
         """By replica: the rows that it has."""
         self._prompt_tokens = [0.0] * n_replicas
         """By replica: the prompts of these rows, each counted once."""
+        self._called: set[int] = set()
         self._group_size = group_size
         self._n_held = int(RESERVE * slots)
         self._mean_length = float(max_tokens)
@@ -56,11 +57,12 @@ class RolloutScheduler:
         return len(self._waiting) * self._group_size + sum(map(len, self._running))
 
     def turn(self, ended: Mapping[int, Ended]) -> dict[int, list[int]]:
-        """The next turn's calls: by replica, the rows to be submitted (often none). Empty when all rows have ended.
+        """Calls to start: by replica, the rows to be submitted (often none). Empty when all rows have ended.
 
-        ended: results of the calls of the turn before, by replica.
+        ended: results of calls, by replica. A replica gets no call before the result of its last one.
         """
         for replica, results in ended.items():
+            self._called.remove(replica)
             self._running[replica].difference_update(results.rows)
             self._prompt_tokens[replica] -= sum(self._prompt_lengths[row] for row in results.rows) / self._group_size
             self._n_ended += len(results.rows)
@@ -73,7 +75,9 @@ class RolloutScheduler:
             new[replica] += group
             self._running[replica].update(group)
             self._prompt_tokens[replica] += self._prompt_lengths[group[0]]
-        return {replica: rows for replica, rows in enumerate(new) if self._running[replica]}
+        calls = {replica: rows for replica, rows in enumerate(new) if self._running[replica] and replica not in self._called}
+        self._called.update(calls)
+        return calls
 
     def _places(self) -> Iterator[int]:
         """Replica for each group that is to be submitted now, in order."""
@@ -81,11 +85,15 @@ class RolloutScheduler:
             yield from (i % len(self._running) for i in range(len(self._waiting)))
             return
         while self._waiting:
-            room = [i for i, rows in enumerate(self._running) if not rows or len(rows) + self._group_size <= self._n_held]
+            room = [
+                i
+                for i, rows in enumerate(self._running)
+                if i not in self._called and (not rows or len(rows) + self._group_size <= self._n_held)
+            ]
             if not room:
                 return
             yield min(room, key=lambda i: (self._outstanding(i), i))
 
     def _outstanding(self, replica: int) -> float:
-        """Expected tokens of a replica's rows. What a response has so far says nothing about its rest, so each row counts fully."""
+        """Expected tokens of a replica's rows. What a response has so far says nothing about its rest: each counts fully."""
         return self._prompt_tokens[replica] + self._mean_length * len(self._running[replica])
