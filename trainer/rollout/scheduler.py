@@ -57,7 +57,7 @@ class RolloutScheduler:
         return len(self._waiting) * self._group_size + sum(map(len, self._running))
 
     def turn(self, ended: Mapping[int, Ended]) -> dict[int, list[int]]:
-        """Calls to start: by replica, the rows to be submitted (often none). Empty when all rows have ended.
+        """Calls to start: by replica, the rows to be submitted (often none).
 
         ended: results of calls, by replica. A replica gets no call before the result of its last one.
         """

@@ -79,8 +79,9 @@ def test_every_row_is_submitted_once_and_groups_stay_together(balance: Balance) 
 def test_static_placement_rotates_and_submits_everything_at_once() -> None:
     scheduler = RolloutScheduler([3] * 10, 2, n_replicas=2, slots=1, max_tokens=5, balance="static")
     assert scheduler.turn({}) == {0: [0, 1, 4, 5, 8, 9], 1: [2, 3, 6, 7]}
-    assert scheduler.turn({1: Ended([2, 3, 6, 7], [1] * 4)}) == {0: []}
-    assert scheduler.turn({0: Ended([0, 1, 4, 5, 8, 9], [1] * 6)}) == {}
+    assert scheduler.turn({1: Ended([2, 3, 6], [1] * 3)}) == {1: []}, "the call on replica 0 is not over"
+    assert scheduler.turn({1: Ended([7], [1])}) == {} and scheduler.unfinished == 6
+    assert scheduler.turn({0: Ended([0, 1, 4, 5, 8, 9], [1] * 6)}) == {} and scheduler.unfinished == 0
 
 
 def test_one_replica_gets_everything_in_order_however_it_is_balanced() -> None:
