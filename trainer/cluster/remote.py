@@ -225,21 +225,15 @@ class RemoteRollout:
         """
         self._slept = self._slept or (self._gives_way and group is self.group)
 
-    def generate(self, prompts: Batch, sampling: Sampling, group_size: int) -> Batch:
-        """Generate a response to each row of ``prompts``, in order; see RolloutRole.generate.
-
-        group_size: number of consecutive rows with the same prompt; they go to one engine, which reads the prompt once.
-        """
+    def generation(self) -> Pending[Batch]:
+        """Calls of ``advance`` under way, all of them within the time of one phase."""
         if self._slept:
             self.sync_weights(self._version)
-        n_engines = len(self.mesh.output_ranks)
-        groups = [range(start, start + group_size) for start in range(0, len(prompts), group_size)]
-        # Whole groups in turn to the engines. An engine has no micro-batches: it schedules its requests itself.
-        shares = tuple(tuple(row for group in groups[engine::n_engines] for row in group) for engine in range(n_engines))
-        plan = Plan(shards=shares, micro_batches=tuple(() for _ in shares))
-        call = role_call(ROLE, RolloutRole.generate, sharded(plan.split(prompts)), sampling)
-        work = partial(work_by_rank, plan, prompts.lengths.tolist(), self.mesh)
-        return plan.collect(self._call("generate", call, mesh=ROLE, work=work))
+        return Pending(self.watchdog, "generate", self._what("generate"))
+
+    def advance(self, calls: Pending[Batch], replica: int, prompts: Batch, sampling: Sampling, steps: int) -> None:
+        """Start RolloutRole.advance on a replica."""
+        calls.start(replica, self.group, role_call(ROLE, RolloutRole.advance, prompts, sampling, steps), mesh=ROLE)
 
     def _call(self, phase: str, call: Call[R], *, mesh: str | None = None, work: Callable[[], Sequence[str]] = list) -> list[R]:
         """Result of a call, see Watchdog.call. The group has no other call in progress: the phase's time is that of this call."""

@@ -62,28 +62,36 @@ class RolloutRole:
             seconds["gc"], self.gc_time.seconds = self.gc_time.seconds, 0.0
         return metrics | {f"timing_s/{name}": Metric.max(spent) for name, spent in seconds.items()}
 
-    def generate(self, prompts: Batch, sampling: Sampling) -> Batch:
-        """Generate a response to each prompt; returns B rows in the same order, without the prompts.
+    def advance(self, prompts: Batch, sampling: Sampling, steps: int) -> Batch:
+        """Submit prompts and run the engine for at most ``steps`` steps; returns the responses that ended, as they did.
 
-        prompts: B rows of input_ids, with rows["seed"] and rows["greedy"] (1: greedy, whatever ``sampling`` is).
+        prompts: rows of input_ids, with rows["id"] (unique among unfinished requests), rows["seed"] and rows["greedy"] (1:
+        greedy, whatever ``sampling`` is). May be empty.
 
-        Returned tokens: input_ids, rollout_log_probs (T,). Returned rows (B,): finished (1: terminated, 0: truncated),
+        Returned tokens: input_ids, rollout_log_probs (T,). Returned rows: id, finished (1: terminated, 0: truncated),
         weight_version.
         """
         self.memory_scheduler.enter("generate")
-        greedy = replace(sampling, temperature=0.0)
-        columns = zip(
-            prompts.split_rows("input_ids"), prompts.rows["seed"].tolist(), prompts.rows["greedy"].tolist(), strict=True
-        )
-        requests = [
-            Request(id=i, prompt_ids=tuple(ids.tolist()), sampling=greedy if is_greedy else sampling, seed=seed)
-            for i, (ids, seed, is_greedy) in enumerate(columns)
-        ]
-        return answers(self.rollout.generate(requests))
+        self.rollout.submit(requests_of(prompts, sampling))
+        ended: list[Completion] = []
+        # All ranks of a replica have the same requests and take the same number of steps.
+        while steps and self.rollout.unfinished:
+            ended += self.rollout.step()
+            steps -= 1
+        return answers(ended)
 
     def stats(self) -> dict[str, float]:
         """The engine's counters since the last call; see Rollout.stats."""
         return self.rollout.stats()
+
+
+def requests_of(prompts: Batch, sampling: Sampling) -> list[Request]:
+    greedy = replace(sampling, temperature=0.0)
+    columns = (prompts.rows[name].tolist() for name in ("id", "seed", "greedy"))
+    return [
+        Request(id=id, prompt_ids=tuple(ids.tolist()), sampling=greedy if is_greedy else sampling, seed=seed)
+        for ids, id, seed, is_greedy in zip(prompts.split_rows("input_ids"), *columns, strict=True)
+    ]
 
 
 def answers(completions: list[Completion]) -> Batch:
@@ -95,6 +103,7 @@ def answers(completions: list[Completion]) -> Batch:
             "rollout_log_probs": torch.tensor([value for c in completions for value in c.log_probs], dtype=torch.float32),
         },
         rows={
+            "id": torch.tensor([c.id for c in completions], dtype=torch.int64),
             "finished": torch.tensor([c.finish_reason == "stop" for c in completions], dtype=torch.int64),
             "weight_version": torch.tensor([c.versions[-1] for c in completions], dtype=torch.int64),
         },
