@@ -1,5 +1,7 @@
 from pathlib import Path
 
+import pytest
+
 from examples.reward_length import compute_score
 from tests.layout.source import ROOT
 from tests.runs import make_task, run_ppo
@@ -10,6 +12,7 @@ def test_score_is_highest_at_the_target_length() -> None:
     assert scores == [0, 0.25, 0.5, 0.75, 1, 0.75, 0.5, 0.25, 0, 0]
 
 
+@pytest.mark.soak
 def test_a_model_learns_the_length(tmp_path: Path) -> None:
     """From random weights: the commands of docs/how_to/reward.md at small scale."""
     task = make_task(tmp_path)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import faulthandler
+import os
+import threading
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from datetime import timedelta
 from typing import Any
 
 from workers.controller.environment import set_environment
@@ -14,6 +16,7 @@ from workers.controller.logs import USERS
 from workers.controller.ports import hold_port
 from workers.controller.resource_pool import ResourcePool
 from workers.controller.rpc import Arguments, Call, Executor, Failure, PackedMessage, pack, pack_arguments, unpack
+from workers.controller.stacks import own_stacks
 
 
 class LocalBackend(Backend):
@@ -86,12 +89,19 @@ def stacks_after(seconds: float | None) -> Iterator[None]:
     if seconds is None:
         yield
         return
-    # USERS: stderr itself may be redirected to a log, see chatter_to.
-    faulthandler.dump_traceback_later(seconds, file=USERS[-1])
+
+    def report() -> None:
+        # USERS: stderr itself may be redirected to a log, see chatter_to.
+        os.write(USERS[-1], f"Timeout ({timedelta(seconds=seconds)})!\n{own_stacks()}".encode())
+
+    # Not faulthandler.dump_traceback_later: its thread reads frames that change meanwhile, which can crash the run.
+    timer = threading.Timer(seconds, report)
+    timer.daemon = True
+    timer.start()
     try:
         yield
     finally:
-        faulthandler.cancel_dump_traceback_later()
+        timer.cancel()
 
 
 class _LocalReplies(Replies):

@@ -22,7 +22,7 @@ from typing import BinaryIO
 import psutil
 
 from workers.controller.flight_recorder import collectives_of
-from workers.controller.stacks import SIGNAL, memory_of_stacks
+from workers.controller.stacks import SIGNAL, memory_of_stacks, own_stacks
 
 ANSWER_SECONDS = 2.0  # limit for stacks
 SETTLED_SECONDS = 0.1  # stacks are written in pieces: complete when nothing arrives for this time
@@ -127,6 +127,8 @@ def _waits_in(pid: int) -> tuple[str, ...]:
 
 def _stacks(pid: int) -> str:
     """Python stacks of a process; "" if it does not answer."""
+    if pid == os.getpid():
+        return own_stacks()
     memory = memory_of_stacks(pid)
     # Without a handler SIGNAL would end the process: send it only if the memory shows that there is one.
     if memory is None:

@@ -34,6 +34,18 @@ def enable_stack_reports() -> None:
     faulthandler.register(SIGNAL, file=os.memfd_create(_NAME.format(pid=os.getpid())), all_threads=True, chain=False)
 
 
+def own_stacks() -> str:
+    """Stacks of all threads of this process, in the format of the reports.
+
+    The handler of SIGNAL reads the frames of threads that run meanwhile, which can crash the process. Here no other thread
+    executes Python: the caller holds the GIL throughout.
+    """
+    with os.fdopen(os.memfd_create("tandem-own-stacks"), "rb") as file:
+        faulthandler.dump_traceback(file, all_threads=True)
+        file.seek(0)
+        return file.read().decode(errors="replace")
+
+
 def memory_of_stacks(pid: int) -> Path | None:
     """File to which a process writes its stacks; None if it does not answer for them."""
     wanted = f"/memfd:{_NAME.format(pid=pid)} (deleted)"

@@ -90,6 +90,7 @@ def test_a_job_requeued_by_slurm_resumes_after_its_signal(cluster: Cluster) -> N
     assert Path("x/0", STARTS).read_text().split() == ["3360", "3360"]
 
 
+@pytest.mark.soak
 def test_a_job_starts_while_submitit_moves_its_script(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     """submitit renames the script passed to sbatch and then links the old name to it: in between the file does not exist."""
     monkeypatch.setattr(Path, "symlink_to", lambda link, target: time.sleep(1.0))

@@ -30,6 +30,7 @@ def test_task_sets_defaults_and_typed_options_override_them() -> None:
         chosen("--warmup", "0")
 
 
+@pytest.mark.soak
 def test_ragged_run_has_the_drawn_lengths(tmp_path: Path) -> None:
     work = chosen("--task", "ragged", "--quick", "--response_length", "40")
     task = step.make_task(work, tmp_path, seed=3)
@@ -48,6 +49,7 @@ def test_ragged_run_has_the_drawn_lengths(tmp_path: Path) -> None:
     assert report["startup_s"] > 0.5
 
 
+@pytest.mark.soak
 def test_quick_step_reports_its_phases(capsys: pytest.CaptureFixture[str]) -> None:
     step.main(["--task", "quickstart", "--quick", "--warmup", "1", "trainer.backend=local"])
     output = capsys.readouterr()

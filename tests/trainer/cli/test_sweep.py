@@ -181,6 +181,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
 """
 
 
+@pytest.mark.soak
 def test_real_grid_continues_after_a_signal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """SIGTERM in the first of two steps of the second of three trials; 8 prompts times 4 responses a step."""
     task = make_task(tmp_path / "task")

@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import pytest
 
+from tests.conftest import descendants
 from tests.trainer.data.tokenizers import byte_tokenizer
 from tests.trainer.data.work import PART, dies, doubled, picky, pids
 from trainer.data import processes
@@ -26,14 +26,14 @@ def test_results_are_in_order_and_come_from_as_many_processes(capfd: pytest.Capt
     assert 1 <= len({*in_processes(pids, ROWS, "numbers", 3)} - {os.getpid()}) <= 3
     assert {*in_processes(pids, ROWS, "numbers", 1)} == {*in_processes(pids, ROWS[:PART], "numbers", 3)} == {os.getpid()}
     assert in_processes(doubled, [], "numbers", 3) == []
-    assert psutil.Process().children() == []
+    assert descendants() == []
 
 
 @pytest.mark.parametrize("workers", [1, 3])
 def test_error_of_the_first_row_is_raised_whichever_process_is_faster(workers: int) -> None:
     with pytest.raises(ValueError, match=r"^row 7$"):
         in_processes(picky, ROWS, "numbers", workers)
-    assert psutil.Process().children() == []
+    assert descendants() == []
 
 
 def test_death_of_a_process_raises_instead_of_hanging() -> None:

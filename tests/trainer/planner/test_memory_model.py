@@ -18,6 +18,7 @@ from workers.batch import Batch
 from workers.engine.fsdp.fsdp_engine import FSDPEngine
 from workers.engine.fsdp.sharding import local
 
+SOAK = pytest.mark.soak
 SMALL: dict[str, Any] = {
     "hidden_size": 128,
     "num_hidden_layers": 4,
@@ -69,14 +70,14 @@ def run(engine: FSDPEngine, config: dict[str, Any], tokens: int, rows: int, *, f
     ("changes", "setting", "tokens"),
     [
         ({}, Setting(), 1024),
-        ({}, Setting(), 4096),
-        ({"num_hidden_layers": 12}, Setting(), 1024),
+        pytest.param(*({}, Setting(), 4096), marks=SOAK),
+        pytest.param(*({"num_hidden_layers": 12}, Setting(), 1024), marks=SOAK),
         ({"hidden_size": 256}, Setting(), 2048),
-        ({"intermediate_size": 1280}, Setting(kept=2), 2048),
+        pytest.param(*({"intermediate_size": 1280}, Setting(kept=2), 2048), marks=SOAK),
         ({"vocab_size": 4096, "tie_word_embeddings": True}, Setting(), 1024),
         ({}, Setting(several=True), 2048),
         ({}, Setting(pieces=8), 2048),
-        ({"intermediate_size": 2560}, Setting(pieces=4), 1024),
+        pytest.param(*({"intermediate_size": 2560}, Setting(pieces=4), 1024), marks=SOAK),
     ],
 )
 def test_peak_of_a_train_step_equals_the_model(tmp_path: Path, changes: dict[str, Any], setting: Setting, tokens: int) -> None:

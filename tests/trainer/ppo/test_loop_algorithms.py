@@ -25,6 +25,10 @@ def my_loss(inputs, config):
 """
 
 
+QUICK = {"vanilla", "gspo", "clip_cov"}
+"""Losses outside soak: per token, per sequence, with sampled tokens."""
+
+
 @pytest.fixture(scope="module")
 def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
     task = make_task(tmp_path_factory.mktemp("sort_digits"))
@@ -48,7 +52,9 @@ def test_every_estimator_completes_a_step(task: Path, tmp_path: Path, estimator:
     assert step["actor/ppo_kl"] == pytest.approx(0.0, abs=1e-7)
 
 
-@pytest.mark.parametrize("loss_mode", list(POLICY_LOSSES))
+@pytest.mark.parametrize(
+    "loss_mode", [name if name in QUICK else pytest.param(name, marks=pytest.mark.soak) for name in POLICY_LOSSES]
+)
 def test_every_loss_completes_its_steps(task: Path, tmp_path: Path, loss_mode: str, plain: dict[str, float]) -> None:
     step = run_ppo(task, tmp_path, f"{ACTOR}.policy_loss.loss_mode={loss_mode}", *EVERY_UPDATE, *ONE_STEP)[0]
     assert all(math.isfinite(value) for value in step.values())

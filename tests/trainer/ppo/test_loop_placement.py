@@ -82,6 +82,7 @@ def test_layouts_give_the_same_numbers(layout: str, task: Path, tmp_path: Path, 
     assert survivors(str(run_dir)) == []
 
 
+@pytest.mark.soak
 def test_phases_on_one_pool_do_not_overlap(task: Path, tmp_path: Path, colocated: list[dict[str, float]]) -> None:
     """The timeline of each step is truncated like other files when a run resumes from a checkpoint, also in another
     layout."""

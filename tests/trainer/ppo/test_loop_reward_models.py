@@ -138,6 +138,7 @@ def test_replay_uses_the_moments_of_the_step(task: Path, tmp_path: Path) -> None
         assert main_ppo.PROGRAM(ppo_arguments(task, tmp_path, *words, *again, path)) == 0
 
 
+@pytest.mark.soak
 def test_rule_of_weight_zero_is_measured_and_changes_nothing(task: Path, tmp_path: Path) -> None:
     (task / "more.py").write_text("def compute_score(**answer): return {'score': 100.0, 'acc': 0.5, 'length': 3}")
     measured = (f"reward.models.a.path={task}/same", "reward.weight=0")

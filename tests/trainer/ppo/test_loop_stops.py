@@ -49,7 +49,7 @@ def resumes_as(whole: Path, task: Path, run_dir: Path, *overrides: str) -> bool:
     )
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGUSR1, 138)])
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), pytest.param(signal.SIGUSR1, 138, marks=pytest.mark.soak)])
 def test_signal_waits_for_the_end_of_the_step_and_loses_nothing(
     task: Path, whole: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], number: signal.Signals, code: int
 ) -> None:
@@ -80,7 +80,10 @@ def test_second_sigterm_ends_the_run_at_once(task: Path, tmp_path: Path) -> None
     ) is None
 
 
-@pytest.mark.parametrize("algorithm", [(), ("algorithm.filter_groups.enable=true", "data.gen_batch_size=4")])
+@pytest.mark.parametrize(
+    "algorithm",
+    [(), pytest.param(("algorithm.filter_groups.enable=true", "data.gen_batch_size=4"), marks=pytest.mark.soak)],
+)
 def test_step_with_hanging_rewards_is_abandoned_and_repeated(
     task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, algorithm: tuple[str, ...]
 ) -> None:
@@ -158,7 +161,7 @@ def test_full_disk_stops_the_run_after_one_more_checkpoint(task: Path, tmp_path:
     assert json.loads((tmp_path / "global_step_1" / "manifest.json").read_text())["step"] == 1
 
 
-@pytest.mark.parametrize("cut", ["tokens", "rows"])
+@pytest.mark.parametrize("cut", ["tokens", pytest.param("rows", marks=pytest.mark.soak)])
 def test_step_out_of_memory_is_repeated_in_halved_micro_batches(task: Path, tmp_path: Path, cut: str) -> None:
     """Reported once; the halves stay, after a resume too; the step's gradient is equal up to rounding."""
     size = {"tokens": (), "rows": ("actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=32",)}[cut]

@@ -13,6 +13,7 @@ ULYSSES = (
 )  # fmt: skip
 
 
+@pytest.mark.soak
 def test_two_sequence_parallel_ranks_give_the_numbers_of_one(tmp_path: Path) -> None:
     """Actor, critic and reference. Shared work counts once: tokens and FLOPs equal those of one rank."""
     task, alone = (

@@ -67,6 +67,7 @@ def test_out_of_memory_on_one_of_two_ranks_restarts_with_smaller_micro_batches(t
     assert survivors(str(tmp_path / "run")) == []
 
 
+@pytest.mark.soak
 def test_sigterm_to_the_driver_waits_for_the_end_of_the_step(task: Path, tmp_path: Path) -> None:
     """From another process, while the driver waits for its workers."""
     run = start(task, tmp_path / "run", "trainer.save_freq=-1", loss_that(tmp_path, "time.sleep(1)"))

@@ -147,6 +147,7 @@ def test_run_killed_after_the_rollback_ends_equal(task: Path, whole: Path, tmp_p
     assert_the_same(run_dir, whole)
 
 
+@pytest.mark.soak
 def test_run_stopped_after_the_rollback_ends_equal(task: Path, whole: Path, tmp_path: Path) -> None:
     """At a checkpoint that contains the rollback: it is not repeated, and the seeds are still the changed ones."""
     run_ppo(task, tmp_path, *ROLLS_BACK, f"trainer.total_training_steps={FIRED}")
@@ -244,6 +245,7 @@ def test_consecutive_skipped_updates_stop_the_run(task: Path, tmp_path: Path, ca
     assert len(events_of(tmp_path, "skipped")) == 5 and len(list((tmp_path / "logs/nonfinite").iterdir())) == 5
 
 
+@pytest.mark.soak
 def test_offloaded_roles_roll_back(task: Path, tmp_path: Path) -> None:
     offloaded: Any = [f"{role}.fsdp_config.param_offload=true" for role in ("actor_rollout_ref.actor", "critic")]
     run_ppo(task, tmp_path, *ROLLS_BACK, *offloaded, "critic.fsdp_config.optimizer_offload=true")

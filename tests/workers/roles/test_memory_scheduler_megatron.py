@@ -96,6 +96,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], dic
     return stays, leaves
 
 
+@pytest.mark.soak
 def test_gradients_give_their_memory_back_while_others_work(found: tuple[dict[str, Any], dict[str, Any]]) -> None:
     """Of 240 MB, all but 5 %.
 
@@ -111,6 +112,7 @@ def test_gradients_give_their_memory_back_while_others_work(found: tuple[dict[st
             assert left == pytest.approx(buffer, rel=0.05), phase
 
 
+@pytest.mark.soak
 def test_training_and_generation_continue_bitwise(found: tuple[dict[str, Any], dict[str, Any]]) -> None:
     stays, leaves = found
     assert stays["metrics"][0]["grad_norm"] > 0 and stays["metrics"][0]["grad_norm"] != stays["metrics"][1]["grad_norm"]
@@ -121,6 +123,7 @@ def test_training_and_generation_continue_bitwise(found: tuple[dict[str, Any], d
     assert all(torch.equal(stays["weights"][name], weight) for name, weight in leaves["weights"].items())
 
 
+@pytest.mark.soak
 def test_work_with_what_is_away_is_an_error_that_names_it(found: tuple[dict[str, Any], dict[str, Any]]) -> None:
     stays, leaves = found
     assert stays["early"] == ["", "", ""]

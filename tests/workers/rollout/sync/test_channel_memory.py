@@ -37,6 +37,7 @@ def main(engine: int, path: str, ports: list[int], offers: "SimpleQueue[Any]") -
     worker.close()
 
 
+@pytest.mark.soak
 def test_two_buckets_are_not_passed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = make_model(tmp_path, **SIZES)
     monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "65536")  # what is freed goes back to the system at once

@@ -92,6 +92,7 @@ def test_what_was_verified_is_counted_over_all_ranks(run: Run) -> None:
     assert read == (2 * total if run.size == 1 else total + replicated)
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("run", list(RUNS)[2:3], indirect=True)
 def test_ranks_that_share_a_head_of_keys_and_values(run: Run, tmp_path: Path) -> None:
     """Fewer heads than ranks."""
@@ -105,6 +106,7 @@ def test_ranks_that_share_a_head_of_keys_and_values(run: Run, tmp_path: Path) ->
     assert message[0] == "" and message[1].startswith("model.layers.0.self_attn.q_proj.weight in vllm on rank 1")
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("run", list(RUNS)[3:4], indirect=True)
 def test_half_the_numbers_on_two_ranks(run: Run) -> None:
     """All that is read equals the trainer's float32, cast; what is drawn is near what the trainer says."""
@@ -124,6 +126,7 @@ ADAPTER_SPOILED = {  # as SPOILED
 }
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("run", list(RUNS)[4:], indirect=True)
 def test_an_adapter_over_two_ranks(run: Run, tmp_path: Path) -> None:
     """It is cut as the layers are. Greedy answers are those of the merged model that the trainer exports."""
