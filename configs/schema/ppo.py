@@ -175,6 +175,7 @@ class RolloutEngineConfig:
     ignore_eos: bool
     dtype: Dtype
     max_num_seqs: Positive
+    balance: Literal["tokens", "static"]
     max_model_len: Positive | None
     tensor_model_parallel_size: Positive
     gpu_memory_utilization: Fraction

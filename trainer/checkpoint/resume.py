@@ -49,7 +49,7 @@ SAFE_TO_CHANGE = (
     "algorithm.rollout_correction.mismatch_bound", "alarms.", "ray_kwargs.", "trainer.replay.",
 
     "placement.", "trainer.backend", "trainer.nnodes", "trainer.n_gpus_per_node",
-    "*.use_dynamic_bsz", "*.log_prob_use_dynamic_bsz",
+    "*.use_dynamic_bsz", "*.log_prob_use_dynamic_bsz", "*.rollout.balance",
     "*.ppo_micro_batch_size", "*.ppo_micro_batch_size_per_gpu", "*.ppo_max_token_len_per_gpu", "*.log_prob_micro_batch_size",
     "*.log_prob_micro_batch_size_per_gpu", "*.log_prob_max_token_len_per_gpu", "*.forward_micro_batch_size",
     "*.forward_micro_batch_size_per_gpu", "*.forward_max_token_len_per_gpu",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import TypeVar, cast
 
@@ -15,13 +15,9 @@ from workers.engine.base import EngineSpec, LossSpec, Saved
 from workers.metric import Metric, Metrics, join_metrics
 from workers.plan import Limits, Plan, SharedRows
 from workers.roles.model_role import ModelRole
-from workers.roles.rollout_role import RolloutRole
-from workers.rollout.base import RolloutSpec, Sampling
 
 PROMPT = {"prompt_length"}
 """Row columns with which engines share prompts, see EngineSpec.shares_prompts."""
-ROLE = "rollout"
-PHASES = {"start": "engine start", "generate": "generation", "sync": "weight sync", "ask": "counters"}
 R = TypeVar("R")
 
 
@@ -178,74 +174,6 @@ class BaseModel:
     def forward(self, batch: Batch, outputs: Sequence[str]) -> Batch:
         """See RemoteModel.forward."""
         return self._model.forward(batch, outputs, limits=self._limits, adapter=False)
-
-
-class RemoteRollout:
-    """The rollout role on all workers of a group."""
-
-    def __init__(
-        self, group: WorkerGroup, spec: RolloutSpec, source: str, watchdog: Watchdog, *, trainers: WorkerGroup | None = None
-    ) -> None:
-        """source: model role whose weights the engines use. trainers: its worker group, if it is not ``group``."""
-        self.group = group
-        self.engine = spec.rollout.name
-        self.watchdog = watchdog
-        self.source = source
-        self.trainers = trainers if trainers is not group else None
-        # Colocated engines that free their memory lose their weights while a model is active, see ``rest``.
-        self._gives_way = spec.rollout.free_cache_engine and self.trainers is None
-        self._version, self._slept = 0, False
-        from workers.roles.worker import Worker
-
-        if self.trainers is None:
-            places = self._call("start", worker_call(Worker.build_rollout, ROLE, spec, source))
-        else:
-            offering = worker_call(Worker.offer_weights, source, group.world_size)
-            meeting, *_ = watchdog.call(self.trainers, "start", f"start of {source}", offering)
-            assert meeting is not None, "rank 0 returns it"
-            places = self._call("start", worker_call(Worker.build_rollout_apart, ROLE, spec, meeting))
-        self.mesh = mesh_of(places)
-        group.register_mesh(ROLE, self.mesh)
-
-    def sync_weights(self, version: int) -> Metrics:
-        """Give every engine the weights of the source; completions have ``version`` from now on."""
-        self._version, self._slept = version, False
-        receiving = role_call(ROLE, RolloutRole.sync_weights, version)
-        if self.trainers is None:
-            return join_metrics(self._call("sync", receiving))
-        sending = (self.trainers, f"weight sync ({self.source} sends)", role_call(self.source, ModelRole.send_weights))
-        # Both sides at the same time: the transfer is collective over senders and receivers.
-        metrics, _ = self.watchdog.together("sync", (self.group, self._what("sync"), receiving), sending)
-        return join_metrics(metrics)
-
-    def rest(self, group: WorkerGroup | None) -> None:
-        """Record that a model on the workers of ``group`` was active.
-
-        Engines that slept meanwhile get their weights again before the next responses.
-        """
-        self._slept = self._slept or (self._gives_way and group is self.group)
-
-    def generation(self) -> Pending[Batch]:
-        """Calls of ``advance`` under way, all of them within the time of one phase."""
-        if self._slept:
-            self.sync_weights(self._version)
-        return Pending(self.watchdog, "generate", self._what("generate"))
-
-    def advance(self, calls: Pending[Batch], replica: int, prompts: Batch, sampling: Sampling, steps: int) -> None:
-        """Start RolloutRole.advance on a replica."""
-        calls.start(replica, self.group, role_call(ROLE, RolloutRole.advance, prompts, sampling, steps), mesh=ROLE)
-
-    def _call(self, phase: str, call: Call[R], *, mesh: str | None = None, work: Callable[[], Sequence[str]] = list) -> list[R]:
-        """Result of a call, see Watchdog.call. The group has no other call in progress: the phase's time is that of this call."""
-        return self.watchdog.call(self.group, phase, self._what(phase), call, mesh=mesh, work=work)
-
-    def _what(self, phase: str) -> str:
-        return f"{PHASES[phase]} (rollout engine {self.engine})"
-
-    def stats(self) -> dict[str, float]:
-        """Counters of all engines since the last call, summed; see Rollout.stats."""
-        parts = self._call("ask", role_call(ROLE, RolloutRole.stats), mesh=ROLE)
-        return {name: sum(part[name] for part in parts) for name in parts[0]}
 
 
 def work_by_rank(plan: Plan, lengths: Sequence[int], mesh: Mesh) -> list[str]:

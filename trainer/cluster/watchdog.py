@@ -13,12 +13,12 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 from trainer.cluster.hang_report import CONTROLLER, Stall, ended_in_collective, record, summary, verdict
 from trainer.run.events import Events
@@ -142,6 +142,34 @@ class Watchdog:
         # Measured after success only: a phase that was late must not widen its own limit.
         self._add_duration(phase, time.monotonic() - started)
         return result
+
+    def start(
+        self,
+        group: WorkerGroup,
+        phase: str,
+        what: str,
+        call: Call[R],
+        *,
+        mesh: str,
+        replica: int,
+        work: Callable[[], Sequence[str]] = list,
+    ) -> StartedCall[R]:
+        """Start a call on one replica; ``results`` waits for it. Limit and arguments as in ``call``."""
+        started = time.monotonic()
+        with self._reported(phase, what, work):
+            future = group.call(call, mesh=mesh, replica=replica, phase=what, limit=self.limit(phase))
+        return StartedCall(future, group.name, phase, what, work, replica, started)
+
+    def results(self, calls: Collection[StartedCall[R]], *, every: bool) -> dict[StartedCall[R], R]:
+        """Results of the calls that have ended, after waiting for the first one (every: for all). Raises what ``call`` does."""
+        waiting = {call.future: call for call in calls}
+        found: dict[StartedCall[R], R] = {}
+        while waiting and (every or not found):
+            for future in wait_any(list(waiting)):
+                call = waiting.pop(future)
+                (found[call],) = self._result(future, call.pool, call.phase, call.what, call.work)
+                self._add_duration(call.phase, time.monotonic() - call.started)
+        return found
 
     def take_calls(self) -> list[CallSpan]:
         """Calls that have ended since the last time, those of a phase merged if they are many; see CallSpans."""
@@ -292,6 +320,19 @@ class Watchdog:
 
 class _Expired(BaseException):
     """Raised in the main thread. Not an Exception, so that `except Exception` of a user's function does not catch it."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StartedCall(Generic[R]):
+    """A call under way on one replica. started: time.monotonic(). The others: see Watchdog.call."""
+
+    future: Future[R]
+    pool: str
+    phase: str
+    what: str
+    work: Callable[[], Sequence[str]]
+    replica: int
+    started: float
 
 
 class _Alarm:

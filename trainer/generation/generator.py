@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from trainer.cluster.remote import RemoteRollout
 from trainer.cluster.watchdog import Watchdog
 from trainer.data.dataset import Prompt, PromptDataset
 from trainer.data.files import value_of
@@ -16,6 +15,7 @@ from trainer.rewards.models.reward_models import RewardModels
 from trainer.rewards.remote.remote_rewards import RemoteRewards
 from trainer.rewards.requests import responses_to_score
 from trainer.rewards.scoring import Rewards, check_some_scored
+from trainer.rollout.remote_rollout import RemoteRollout
 from trainer.rollout.responses import decode_responses, join_responses, prompt_batch
 from workers.batch import Batch
 from workers.rollout.base import Sampling

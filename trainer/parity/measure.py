@@ -10,10 +10,11 @@ import numpy as np
 import torch
 
 from configs.schema.common import Sharding
-from trainer.cluster.remote import RemoteModel, RemoteRollout
+from trainer.cluster.remote import RemoteModel
 from trainer.cluster.watchdog import Watchdog
 from trainer.data.dataset import Prompt
 from trainer.parity.agreement import EngineResponses
+from trainer.rollout.remote_rollout import RemoteRollout
 from trainer.rollout.responses import join_responses, prompt_batch
 from trainer.rollout.rollout_builder import start_weight_source
 from workers.batch import Batch

@@ -24,7 +24,7 @@ from trainer.algorithms.moments import RunningMoments, whitened
 from trainer.checkpoint.manifest import check_weights
 from trainer.checkpoint.resume import find_up_to
 from trainer.cluster.concurrency import Together
-from trainer.cluster.remote import BaseModel, RemoteModel, RemoteRollout
+from trainer.cluster.remote import BaseModel, RemoteModel
 from trainer.cluster.watchdog import LeftUndone
 from trainer.data.dataset import PromptStream
 from trainer.data.ptx_stream import PtxStream
@@ -34,6 +34,7 @@ from trainer.ppo.update import UpdateSpec, update
 from trainer.resilience.alarms import Alarm
 from trainer.resilience.rollback import Rollbacks
 from trainer.rewards.models.local_model import LocalModel
+from trainer.rollout.remote_rollout import RemoteRollout
 from trainer.rollout.sampler import Sampler, ScoredResponses
 from trainer.rollout.validation import Validation
 from trainer.run.errors import CheckFailed

@@ -26,7 +26,7 @@ from trainer.algorithms.moments import RunningMoments
 from trainer.checkpoint.resume import Checkpoint, rate_changes
 from trainer.cluster.concurrency import Together, phases_of
 from trainer.cluster.launch import open_backend, start_pools
-from trainer.cluster.remote import BaseModel, RemoteModel, RemoteRollout
+from trainer.cluster.remote import BaseModel, RemoteModel
 from trainer.cluster.role_builder import Training, limits, start_model, value_head
 from trainer.cluster.watchdog import Watchdog
 from trainer.data.chat import load_tokenizer
@@ -45,6 +45,7 @@ from trainer.rewards.remote.remote_rewards import needs_data_sources, open_rewar
 from trainer.rewards.rules.reward_registry import check_data_sources
 from trainer.rewards.scoring import Failures, Rewards
 from trainer.rewards.shaping import Shaping
+from trainer.rollout.remote_rollout import RemoteRollout
 from trainer.rollout.rollout_builder import end_tokens, rollout_spec, sampling, validation_sampling
 from trainer.rollout.sampler import Sampler
 from trainer.rollout.validation import Validation

@@ -17,12 +17,13 @@ from configs.base.locks import locked
 from configs.schema.alarms import AlarmConfig
 from configs.schema.ppo import PPOConfig
 from trainer.checkpoint.resume import Checkpoint, check_config, resolve_resume
-from trainer.cluster.remote import RemoteModel, RemoteRollout
+from trainer.cluster.remote import RemoteModel
 from trainer.data.dataset import PromptStream
 from trainer.ppo.loop import Loop
 from trainer.ppo.ppo_builder import Assembly, opened
 from trainer.ppo.replay_diff import MOST_LINES, Difference, compare_answers, compare_metrics, replayed, table
 from trainer.resilience.restart import RunLifecycle
+from trainer.rollout.remote_rollout import RemoteRollout
 from trainer.rollout.sampler import Overlap, Sampler
 from trainer.run.errors import CheckFailed
 from trainer.run.run_dir import GLOBAL_STEP, METRICS, checkpoint_dir, checkpoint_steps, read_metrics

@@ -10,10 +10,11 @@ from transformers import PreTrainedTokenizerBase
 
 from configs.schema.common import FSDPConfig, ModelConfig, Sharding
 from configs.schema.ppo import PromptConfig, RolloutEngineConfig, SamplingConfig
-from trainer.cluster.remote import RemoteModel, RemoteRollout
+from trainer.cluster.remote import RemoteModel
 from trainer.cluster.role_builder import start_model
 from trainer.cluster.watchdog import Watchdog
 from trainer.data.chat import stop_token_ids
+from trainer.rollout.remote_rollout import RemoteRollout
 from workers.controller.group import WorkerGroup
 from workers.engine.hf.hf_model import vocab_size
 from workers.plan import Limits

@@ -12,7 +12,6 @@ from transformers import PreTrainedTokenizerBase
 
 from configs.schema.ppo import FilterGroupsConfig, RewardConfig
 from trainer.algorithms.segments import sum_by
-from trainer.cluster.remote import RemoteRollout
 from trainer.cluster.watchdog import Watchdog
 from trainer.data.dataset import Prompt, PromptStream
 from trainer.resilience.rollback import Rollbacks
@@ -22,6 +21,7 @@ from trainer.rewards.requests import responses_to_score
 from trainer.rewards.scoring import Failures, Rewards, Score
 from trainer.rewards.shaping import Shaping, missing_eos_penalty, overlong_penalty
 from trainer.rollout.group_filtering import Tally, group_verdicts, metric_values
+from trainer.rollout.remote_rollout import RemoteRollout
 from trainer.rollout.responses import decode_responses, join_responses, prompt_batch
 from trainer.run.timing import Phases
 from workers.batch import Batch

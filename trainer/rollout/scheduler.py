@@ -56,6 +56,10 @@ class RolloutScheduler:
         """Number of rows that wait or run."""
         return len(self._waiting) * self._group_size + sum(map(len, self._running))
 
+    def held(self, replica: int) -> int:
+        """Number of rows that a replica has."""
+        return len(self._running[replica])
+
     def turn(self, ended: Mapping[int, Ended]) -> dict[int, list[int]]:
         """Calls to start: by replica, the rows to be submitted (often none).
 

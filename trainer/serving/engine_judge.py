@@ -10,12 +10,12 @@ from transformers import PreTrainedTokenizerBase
 
 from configs.schema.ppo import JudgeRewardConfig
 from configs.schema.serve_reward import ServeRewardConfig
-from trainer.cluster.remote import RemoteRollout
 from trainer.cluster.watchdog import Watchdog
 from trainer.data.chat import load_tokenizer, stop_token_ids
 from trainer.data.encoding import encode
 from trainer.rewards.rules.judge import JudgeError, parse, prompt
 from trainer.rewards.scoring import Response, Score
+from trainer.rollout.remote_rollout import RemoteRollout
 from trainer.rollout.responses import decode_responses
 from trainer.rollout.rollout_builder import start_engine
 from workers.batch import Batch

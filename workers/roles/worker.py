@@ -29,7 +29,6 @@ from workers.roles.rollout_role import RolloutRole
 from workers.roles.train_engines import make_engine
 from workers.rollout.base import RolloutSpec
 from workers.rollout.malloc_trim import keep_freed_memory
-from workers.rollout.progress import Progress, progress_file
 from workers.rollout.sync.channel import Channel, Receiver, Rendezvous, Sender
 from workers.rollout.sync.weight_sync import WeightSource, WeightSync
 from workers.start_times import START
@@ -131,10 +130,6 @@ class Worker:
         sync = WeightSync(rollout, weights, spec.rollout, self.info.rank)
         self.roles[role] = RolloutRole(rollout, source, self.memory_scheduler, sync, during, self._gc_time)
         replica, rank_in_it = divmod(self.info.rank, rollout.tensor_parallel_size)
-        # One file per engine: its other ranks get the same requests.
-        if spec.run_dir is not None and rank_in_it == 0:
-            rollout.progress = Progress(progress_file(spec.run_dir, replica))
-            self._opened.callback(rollout.progress.close)
         return replica, rank_in_it == 0
 
     def offer_weights(self, role: str, receivers: int) -> Rendezvous | None:

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from configs.schema.common import ModelConfig
 from configs.schema.ppo import RolloutEngineConfig
-from workers.rollout.progress import Progress
 from workers.rollout.verification import HeldWeight, Lines
 
 if TYPE_CHECKING:
@@ -190,8 +189,6 @@ class Rollout(ABC):
     """Weights were loaded or shared since the engine was built or its weights woke."""
     _version = -1
     """Version of these weights."""
-    progress: Progress | None = None
-    """Receives the progress of ``generate``."""
 
     @abstractmethod
     def submit(self, requests: Sequence[Request]) -> None:
@@ -221,15 +218,8 @@ class Rollout(ABC):
         """Generate a completion for each request, in the order of the requests."""
         self.submit(requests)
         done: dict[int, Completion] = {}
-        tokens = 0
-        if self.progress is not None:
-            self.progress.begin(len(requests))
         while self.unfinished:
-            ended = self.step()
-            done.update((completion.id, completion) for completion in ended)
-            if self.progress is not None:
-                tokens += sum(len(completion.token_ids) for completion in ended)
-                self.progress.record(len(done), tokens)
+            done.update((completion.id, completion) for completion in self.step())
         return [done[request.id] for request in requests]
 
     def to_engine_names(self, weights: Iterable[tuple[str, Tensor]]) -> Iterable[tuple[str, Tensor]]:

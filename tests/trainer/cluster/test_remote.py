@@ -12,8 +12,9 @@ from tests.trainer.watchdogs import PHASES, watchdog
 from tests.workers.rollout.engines import spec_of
 from tests.workers.test_batch import numbered
 from trainer.cluster.oom_backoff import Budget
-from trainer.cluster.remote import RemoteModel, RemoteRollout, SaveFailed, mesh_of, work_by_rank
+from trainer.cluster.remote import RemoteModel, SaveFailed, mesh_of, work_by_rank
 from trainer.cluster.watchdog import Watchdog
+from trainer.rollout.remote_rollout import RemoteRollout
 from workers.batch import Batch
 from workers.controller.group import Limit, PhaseTimeout, WorkerError, WorkerInfo
 from workers.controller.local_backend import LocalBackend

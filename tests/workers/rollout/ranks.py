@@ -12,7 +12,8 @@ from tests.workers.engine.toy import toy_batch
 from tests.workers.rollout.engines import ragged_prompts, request, spec_of
 from tests.workers.rollout.vllm_workers import ACTOR_LOSS, FSDP, LENGTH, SpoilingWorker, actor_spec, greedy_error, make_small
 from trainer.cluster.oom_backoff import Budget
-from trainer.cluster.remote import RemoteModel, RemoteRollout
+from trainer.cluster.remote import RemoteModel
+from trainer.rollout.remote_rollout import RemoteRollout
 from workers.batch import Batch
 from workers.controller.group import WorkerGroup
 from workers.controller.ray.ray_backend import RayBackend
