@@ -1,9 +1,10 @@
 """Arguments that the controller sends and results that it joins, with workers that only record."""
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from workers.controller.rpc import Call, worker_call
 from workers.engine.base import Saved, SavedFile
 from workers.metric import Metric
 from workers.plan import Limits, MicroBatches, make_plan
+from workers.rollout.base import Sampling
 
 
 class Mirror:
@@ -79,10 +81,15 @@ class Mirror:
     def stats(self) -> dict[str, float]:
         return {"prompt_tokens": 10.0 + self.rank}
 
-    def generate(self, prompts: Batch, sampling: object) -> Batch:
-        return prompts.with_rows(engine=torch.full((len(prompts),), self.rank))
+    def advance(self, prompts: Batch, sampling: object, steps: int) -> Batch:
+        """Completes three rows a call, the last submitted first."""
+        self.prompts = [*getattr(self, "prompts", []), *prompts.chunk(len(prompts))] if len(prompts) else self.prompts
+        done = [self.prompts.pop() for _ in range(min(3, len(self.prompts)))]
+        answers = Batch.concat(done)
+        return answers.with_rows(engine=torch.full((len(answers),), self.rank))
 
 
+SAMPLING = Sampling(1.0, -1, 1.0, max_tokens=8, stop_token_ids=())
 PATIENT = watchdog(Path())  # nothing is late here
 
 
@@ -230,12 +237,14 @@ def test_group_of_the_trainer_is_colocated(model: Any) -> None:
     assert rollout.sync_weights(4)["ranks"].value == 3 and model.call(worker_call(Mirror.has_sent)).result() == [False] * 3
 
 
-def test_responses_to_a_prompt_come_from_one_engine_in_order(model: Any) -> None:
-    rollout = RemoteRollout(model, spec_of("somewhere"), "actor", PATIENT)
+@pytest.mark.parametrize("balance", ["static", "tokens"])
+def test_responses_to_a_prompt_come_from_one_engine_in_order(model: Any, balance: Literal["static", "tokens"]) -> None:
+    rollout = RemoteRollout(model, spec_of("somewhere", balance=balance), "actor", PATIENT)
     prompts = numbered(SIZES).only(tokens=["input_ids"], rows=["uid"])
-    answers = rollout.generate(prompts, cast(Any, None), group_size=4)
+    answers = rollout.generate(prompts, SAMPLING, group_size=4)
     assert as_lists_of(answers) == as_lists_of(prompts)
-    assert answers.rows["engine"].tolist() == [0] * 4 + [1] * 4 + [2] * 4
+    engines = answers.rows["engine"].tolist()
+    assert "id" not in answers.rows and [set(engines[start : start + 4]) for start in (0, 4, 8)] == [{0}, {1}, {2}]
 
 
 def as_lists_of(batch: Batch) -> list[tuple[list[int], int]]:
@@ -247,6 +256,18 @@ def test_each_shard_has_one_output_rank() -> None:
     assert mesh.shard_of_rank == (0, 0, 1, 1) and mesh.output_ranks == (1, 2)
     with pytest.raises(ValueError):
         mesh_of([(0, False), (1, True)])
+
+
+class EndedCall:
+    """A future that is done."""
+
+    begun = 0.0
+
+    def __init__(self, result: Callable[[], list[Any]], replies: object) -> None:
+        self.result, self.replies = result, replies
+
+    def done(self) -> bool:
+        return True
 
 
 class FailingGroup:
@@ -261,17 +282,20 @@ class FailingGroup:
     def register_mesh(self, name: str, mesh: object) -> None:
         """Its single engine needs none."""
 
-    def call(self, call: Call[Any], *, mesh: str | None, phase: str, limit: Limit) -> Any:
+    def call(self, call: Call[Any], *, mesh: str | None, phase: str, limit: Limit, replica: int | None = None) -> Any:
         self.limits[call.method] = limit.seconds
         replies = SimpleNamespace(ended={})
-        return SimpleNamespace(result=partial(self._result, call.method, phase, limit), begun=0.0, replies=replies)
+        result = partial(self._result, call.method, phase, limit)
+        return EndedCall(result, replies)
 
     def _result(self, method: str, phase: str, limit: Limit) -> list[Any]:
         if method == self.method and self.kind == "late":
             raise PhaseTimeout(limit.of(phase), [1], 9.0)
         if method == self.method:
             raise WorkerError(1, phase, "it died", "last words")
-        return {"sync_weights": [{}], "stats": [{}], "generate": [ONE], "forward": [ONE]}.get(method, [(0, True)])
+        ended = ONE.with_rows(id=torch.tensor([0]))
+        results = {"sync_weights": [{}], "stats": [{}], "advance": [ended], "forward": [ONE]}
+        return results.get(method, [(0, True)])
 
 
 ONE = Batch(torch.tensor([1]), tokens={"input_ids": torch.tensor([5]), "response_mask": torch.tensor([1])})
@@ -283,7 +307,7 @@ PHASES_OF = {
     "load": ("load of actor", "load"),
     "export_hf": ("export of actor", "save"),
     "build_rollout": ("engine start (rollout engine vllm)", "start"),
-    "generate": ("generation (rollout engine vllm)", "generate"),
+    "advance": ("generation (rollout engine vllm)", "generate"),
     "sync_weights": ("weight sync (rollout engine vllm)", "sync"),
     "stats": ("counters (rollout engine vllm)", "ask"),
 }
@@ -297,7 +321,7 @@ def call_everything(group: Any, limits: Watchdog) -> None:
     actor.export_hf("path")
     rollout = RemoteRollout(group, spec_of("somewhere", name="vllm"), "actor", limits)
     rollout.sync_weights(1)
-    rollout.generate(ONE, cast(Any, None), group_size=1)
+    rollout.generate(ONE, SAMPLING, group_size=1)
     rollout.stats()
     actor.train_step(ONE.with_tokens(loss_weight=torch.ones(1)), ())
 

@@ -12,12 +12,20 @@ SAMPLING = Sampling(temperature=0.7, top_k=5, top_p=0.9, max_tokens=3, stop_toke
 
 
 class Engine:
+    """Completes one request per step, the last one first."""
+
     def __init__(self) -> None:
         self.requests: list[Request] = []
+        self.unfinished = 0
 
-    def generate(self, requests: list[Request]) -> list[Completion]:
-        self.requests = requests
-        return [Completion(r.id, r.prompt_ids[:1], (-0.5,), "length" if r.seed else "stop", (4,)) for r in requests]
+    def submit(self, requests: list[Request]) -> None:
+        self.requests += requests
+        self.unfinished += len(requests)
+
+    def step(self) -> list[Completion]:
+        self.unfinished -= 1
+        r = self.requests[self.unfinished]
+        return [Completion(r.id, r.prompt_ids[:1], (-0.5,), "length" if r.seed else "stop", (4,))]
 
 
 class Awake:
@@ -30,10 +38,13 @@ def test_greedy_rows_are_greedy_whatever_the_sampling() -> None:
     prompts = Batch(
         torch.tensor([2, 1, 2]),
         tokens={"input_ids": torch.tensor([5, 6, 7, 8, 9])},
-        rows={"seed": torch.tensor([10, 11, 0]), "greedy": torch.tensor([False, True, False])},
+        rows={"id": torch.tensor([3, 4, 5]), "seed": torch.tensor([10, 11, 0]), "greedy": torch.tensor([False, True, False])},
     )
-    answers = RolloutRole(cast(Any, engine), cast(Any, None), cast(Any, Awake()), cast(Any, None)).generate(prompts, SAMPLING)
+    role = RolloutRole(cast(Any, engine), cast(Any, None), cast(Any, Awake()), cast(Any, None))
+    answers = role.advance(prompts, SAMPLING, 2)
     assert [request.sampling.temperature for request in engine.requests] == [0.7, 0.0, 0.7]
     assert engine.requests[0].sampling is SAMPLING and engine.requests[1].sampling.max_tokens == 3
     assert [(request.prompt_ids, request.seed) for request in engine.requests] == [((5, 6), 10), ((7,), 11), ((8, 9), 0)]
-    assert answers.tokens["input_ids"].tolist() == [5, 7, 8] and answers.rows["finished"].tolist() == [0, 0, 1]
+    assert answers.tokens["input_ids"].tolist() == [8, 7] and answers.rows["finished"].tolist() == [1, 0]
+    assert answers.rows["id"].tolist() == [5, 4] and answers.rows["weight_version"].tolist() == [4, 4]
+    assert role.advance(prompts.select([]), SAMPLING, 9).rows["id"].tolist() == [3] and engine.unfinished == 0

@@ -32,6 +32,7 @@ def spec_of(
     tensor_model_parallel_size: int = 1,
     update_weights_bucket_megabytes: int = 64,
     verify_weights: Literal["off", "sample", "full"] = "sample",
+    balance: Literal["tokens", "static"] = "tokens",
     lora_sync: Literal["merged", "adapter"] = "merged",
     lora: dict[str, object] | None = None,
     **own: object,
@@ -40,7 +41,7 @@ def spec_of(
     model = model_config(path, override_config=override_config or {}, **(lora or {}))
     rollout = RolloutConfig(
         name=name, n=1, do_sample=True, temperature=1.0, top_k=-1, top_p=1.0, ignore_eos=False, dtype=dtype,
-        max_num_seqs=slots, max_model_len=max_model_len, tensor_model_parallel_size=tensor_model_parallel_size,
+        max_num_seqs=slots, balance=balance, max_model_len=max_model_len, tensor_model_parallel_size=tensor_model_parallel_size,
         gpu_memory_utilization=0.5, max_num_batched_tokens=2048, enforce_eager=False, cudagraph_capture_sizes=None,
         enable_chunked_prefill=True, enable_prefix_caching=True, load_format="dummy", seed=42,
         engine_kwargs=EngineKwargsConfig(vllm=own, sglang=own), free_cache_engine=True,
