@@ -405,8 +405,8 @@ class Attempt:
             "-m",
             "pytest",
             "-x",
-            "-q",
             "-rs",
+            "--override-ini=addopts=",  # so that the last line counts what passed
             "-p",
             "no:cacheprovider",
             "tests/workers/roles/test_memory_scheduler_cuda.py",

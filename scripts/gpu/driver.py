@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import threading
 import time
 from collections.abc import Iterator
@@ -24,7 +25,10 @@ class Gpu:
 
 
 class Nvml:
-    """The driver's management library (NVML), through ctypes: unlike CUDA it creates no context on a GPU."""
+    """The driver's management library (NVML), through ctypes: unlike CUDA it creates no context on a GPU.
+
+    Like CUDA it shows only the GPUs that CUDA_VISIBLE_DEVICES lists, by index or UUID: others may use the rest of the machine.
+    """
 
     class _Memory(ctypes.Structure):
         _fields_ = (("total", ctypes.c_ulonglong), ("free", ctypes.c_ulonglong), ("used", ctypes.c_ulonglong))
@@ -35,9 +39,14 @@ class Nvml:
         self._call("nvmlInit_v2")
         count = ctypes.c_uint()
         self._call("nvmlDeviceGetCount_v2", ctypes.byref(count))
-        self._handles = [ctypes.c_void_p() for _ in range(count.value)]
-        for index, handle in enumerate(self._handles):
-            self._call("nvmlDeviceGetHandleByIndex_v2", ctypes.c_uint(index), ctypes.byref(handle))
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(count.value))))
+        self._handles = []
+        for name in filter(None, map(str.strip, visible.split(","))):
+            self._handles.append(handle := ctypes.c_void_p())
+            if name.isdecimal():
+                self._call("nvmlDeviceGetHandleByIndex_v2", ctypes.c_uint(int(name)), ctypes.byref(handle))
+            else:
+                self._call("nvmlDeviceGetHandleByUUID", name.encode(), ctypes.byref(handle))
 
     def gpus(self) -> list[Gpu]:
         found = []

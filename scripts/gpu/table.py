@@ -45,7 +45,7 @@ def merged(several: Sequence[list[dict[str, Any]]]) -> list[dict[str, Any]]:
         if record["result"] != "skipped" or key not in latest:
             latest[key] = record
     order = {row.name: (place, [stage.name for stage in row.stages]) for place, row in enumerate(ROWS)}
-    known = [record for record in latest.values() if record["row"] in order]
+    known = [record for record in latest.values() if record["stage"] in order.get(record["row"], (0, []))[1]]
     return sorted(
         known, key=lambda record: (order[record["row"]][0], order[record["row"]][1].index(record["stage"]), record["gpus"])
     )

@@ -84,7 +84,7 @@ def test_a_row_without_its_gpus_or_base_is_skipped(tmp_path: Path) -> None:
 def test_run_directory_is_kept_until_the_rows_that_resume_it_are_done(tmp_path: Path) -> None:
     here, row = machine(tmp_path), BY_NAME["quick-grpo"]
     (here.runs / "quick-grpo").mkdir()
-    results = [{"row": "quick-grpo", "stage": stage, "result": "passed"} for stage in ("run", "resume")]
+    results = [{"row": "quick-grpo", "stage": "run", "result": "passed"}]
     tidy(row, here, results)
     assert (here.runs / "quick-grpo").exists()
     tidy(row, here, [*results, {"row": "quick-kill-driver", "stage": "kill", "result": "passed"}])
@@ -106,7 +106,9 @@ def test_merged_table_keeps_the_latest_result_that_was_not_skipped() -> None:
     def record(date: str, result: str, row: str = "moe") -> dict[str, Any]:
         return {"row": row, "stage": "run", "gpus": 2, "date": date, "result": result}
 
+    gone = record("2026-01-01 10:00", "passed") | {"stage": "removed"}
     several = [
+        [gone],
         [record("2026-01-03 10:00", "skipped"), record("2026-01-01 10:00", "failed")],
         [record("2026-01-02 10:00", "passed")],
     ]
@@ -121,6 +123,7 @@ def test_rows_are_consistent() -> None:
     scripts = {path.name for path in (ROOT / "scripts").glob("run_*.sh")} - {"run_rlhf_chain_cpu.sh"}
     assert scripts - {row.script for row in ROWS} == set()
     assert all(BY_NAME[row.base].saves for row in ROWS if row.base is not None)
+    assert all(row.overrides == BY_NAME[row.base].overrides for row in ROWS if row.base and row.name.count("kill"))
     assert len(BY_NAME) == len(ROWS)
     assert Sizes(batch=16, mini=4, round=24).tiny() == Sizes(batch=4, mini=1, round=6, n=4, prompt=64, response=12)
 
@@ -128,7 +131,7 @@ def test_rows_are_consistent() -> None:
 @pytest.mark.soak
 @pytest.mark.timeout(600)
 def test_row_runs_on_the_cpu_resumes_and_is_not_repeated(tmp_path: Path) -> None:
-    command = ["scripts/test_gpu.sh", "--cpu", "--rows", "quick-grpo", "--out", str(tmp_path)]
+    command = ["scripts/test_gpu.sh", "--cpu", "--rows", "quick-grpo,quick-kill-driver", "--out", str(tmp_path)]
     hidden = tmp_path / "hidden"
     hidden.mkdir()  # hides the installed engines, whose imports are slow
     (hidden / "sitecustomize.py").write_text(
@@ -143,9 +146,9 @@ def test_row_runs_on_the_cpu_resumes_and_is_not_repeated(tmp_path: Path) -> None
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     results = json.loads((tmp_path / "results.json").read_text())
-    assert [(record["stage"], record["result"]) for record in results] == [("run", "passed"), ("resume", "passed")]
+    assert [(record["stage"], record["result"]) for record in results] == [("run", "passed"), ("kill", "passed")]
     assert all({"gen", "update_actor", "sync"} <= record["phases"].keys() and record["mismatch"] < 1e-3 for record in results)
-    assert "save_checkpoint" in results[0]["phases"] and "| quick-grpo, resume [1] |" in (tmp_path / "table.md").read_text()
+    assert "save_checkpoint" in results[0]["phases"] and "| quick-kill-driver, kill [1] |" in (tmp_path / "table.md").read_text()
     again = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert again.returncode == 0 and "quick-grpo, run: done before" in again.stdout
     assert started_by(str(tmp_path)) == []
