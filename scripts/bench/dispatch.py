@@ -13,6 +13,9 @@ store: a batch sent to --readers workers on Ray, each its shard of the plan. Byt
 it, over the bytes of the batch; total seconds, the part in which the controller gathers each worker's rows, and for comparison
 memcpy of the same bytes in one thread. Round trips of 100 MB to one worker and back, compared with Ray's own round trips of the
 same bytes as numpy arrays and as torch tensors.
+
+turns: generation of --requests responses on one and two replicas that hold all of them at the same time. Milliseconds outside the
+replicas per turn, in which each is called once for 32 steps.
 """
 
 import argparse
@@ -25,7 +28,8 @@ import time
 from collections.abc import Callable
 from contextlib import redirect_stdout
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 from unittest import mock
 
 import numpy as np
@@ -37,13 +41,17 @@ from data_preprocess import tiny_model
 from data_preprocess.writer import rl_row, write
 from scripts.bench.dummies import CLOCK, Dummies
 from trainer import main_ppo
+from trainer.cluster.watchdog import Watchdog
+from trainer.rollout.remote_rollout import RemoteRollout
 from trainer.run.timing import WITHIN
 from workers.batch import Batch
 from workers.controller.group import WorkerInfo
+from workers.controller.local_backend import LocalBackend
 from workers.controller.ray.ray_backend import RayBackend
 from workers.controller.resource_pool import ResourcePool
 from workers.controller.rpc import Mesh, Sharded, worker_call
 from workers.plan import Limits, make_plan
+from workers.rollout.base import Sampling
 
 N, PROMPT = 8, 17
 REWARD = "def compute_score(data_source, solution_str, ground_truth, extra_info):\n    return len(solution_str) % 7 / 7\n"
@@ -172,6 +180,61 @@ def store(megabytes: int, workers: int, rounds: int, folder: Path) -> dict[str, 
     }
 
 
+class FakeEngine:
+    """Rollout role whose responses end after ``seed`` steps."""
+
+    def __init__(self, info: WorkerInfo) -> None:
+        torch.set_num_threads(1)
+        self.rank, self.roles = info.rank, {"rollout": self}
+        self.left: dict[int, int] = {}
+        self.used = self.calls = 0.0
+
+    def close(self) -> None:
+        """Nothing to release."""
+
+    def build_rollout(self, role: str, spec: object, source: str) -> tuple[int, bool]:
+        return self.rank, True
+
+    def advance(self, prompts: Batch, sampling: Sampling, steps: int) -> Batch:
+        started = time.perf_counter()
+        new = zip(prompts.rows["id"].tolist(), prompts.rows["seed"].tolist(), strict=True)
+        self.left = {id: steps_left - steps for id, steps_left in [*self.left.items(), *new]}
+        ended = [id for id, steps_left in self.left.items() if steps_left <= 0]
+        for id in ended:
+            del self.left[id]
+        lengths, zeros = torch.full((len(ended),), 300), torch.zeros(len(ended), dtype=torch.int64)
+        tokens = {"input_ids": zeros.repeat(300), "rollout_log_probs": torch.zeros(300 * len(ended))}
+        result = Batch(
+            lengths, tokens, {"id": torch.tensor(ended, dtype=torch.int64), "finished": zeros, "weight_version": zeros}
+        )
+        self.used, self.calls = self.used + time.perf_counter() - started, self.calls + 1
+        return result
+
+    def stats(self) -> dict[str, float]:
+        found = {"used": self.used, "calls": self.calls}
+        self.used = self.calls = 0.0
+        return found
+
+
+def turns(requests: int, replicas: int, rounds: int, folder: Path) -> dict[str, Any]:
+    """Cost of a turn; response lengths are geometric with a mean of 300 tokens."""
+    settings = SimpleNamespace(name="embedded", free_cache_engine=False, max_num_seqs=requests, balance="tokens")
+    sampling = Sampling(1.0, -1, 1.0, max_tokens=4000, stop_token_ids=())
+    rows = {"seed": torch.from_numpy(np.random.default_rng(0).geometric(1 / 300, requests)), "greedy": torch.zeros(requests)}
+    prompts = Batch(torch.full((requests,), 100), {"input_ids": torch.zeros(100 * requests, dtype=torch.int64)}, rows)
+    limits = dict.fromkeys(("start", "generate", "ask"), 300.0)
+    costs = []
+    with LocalBackend() as backend:
+        group = backend.start_group("engines", ResourcePool((replicas,), "cpu", "engines"), FakeEngine)
+        spec = cast(Any, SimpleNamespace(rollout=settings, run_dir=None))
+        rollout = RemoteRollout(group, spec, "actor", Watchdog(limits, folder))
+        for _ in range(rounds + 1):
+            whole, stats = seconds(lambda: rollout.generate(prompts, sampling, N)), rollout.stats()
+            costs.append((whole - stats["used"] / replicas) / (stats["calls"] / replicas))
+    return {"requests": requests, "replicas": replicas, "turns": stats["calls"] / replicas,
+            "turn_ms": 1e3 * statistics.median(costs[1:])}  # fmt: skip
+
+
 def seconds(work: Callable[[], object]) -> float:
     started = time.perf_counter()
     work()
@@ -194,13 +257,14 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3, help="(default: %(default)s)")
     parser.add_argument("--megabytes", type=int, default=1000, help="size of the batch sent to --readers workers; 0: none")
     parser.add_argument("--readers", type=int, default=8, help="(default: %(default)s)")
+    parser.add_argument("--requests", type=int, default=4096, help="responses of the part turns (default: %(default)s)")
     parser.add_argument("--quick", action="store_true", help="128 and 1024 sequences, 2 workers, 8 MB")
     args = parser.parse_args()
     if args.quick:
         args.sequences, args.workers, args.megabytes, args.readers = [128, 1024], [2], 8, 2
     torch.set_num_threads(1)
     CLOCK.longest = args.longest
-    report: dict[str, Any] = {"settings": vars(args), "steps": []}
+    report: dict[str, Any] = {"settings": vars(args), "steps": [], "turns": []}
     with tempfile.TemporaryDirectory() as temporary, redirect_stdout(sys.stderr):
         folder = Path(temporary)
         tiny_model.main([f"--save_dir={folder / 'model'}"])
@@ -209,6 +273,13 @@ def main() -> None:
             for sequences in (number for number in args.sequences if number >= workers):
                 report["steps"].append(steps(sequences, workers, args.steps, folder))
                 print(line(report["steps"][-1]))
+        for replicas in (1, 2):
+            report["turns"].append(turns(args.requests, replicas, args.steps, folder))
+            print(
+                "{requests} requests, {replicas} replicas: {turns:.0f} turns, {turn_ms:.2f} ms a turn".format(
+                    **report["turns"][-1]
+                )
+            )
         if args.megabytes:
             report["store"] = store(args.megabytes, args.readers, args.steps, folder)
     print(json.dumps(report | {"load": os.getloadavg()}, indent=1))

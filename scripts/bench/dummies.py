@@ -18,7 +18,7 @@ from workers.metric import Metric, Metrics
 from workers.plan import MicroBatches
 from workers.rollout.base import RolloutSpec, Sampling
 
-PHASES = {"actor forward": "old_log_prob", "ref forward": "ref", "critic forward": "values", "rollout generate": "gen",
+PHASES = {"actor forward": "old_log_prob", "ref forward": "ref", "critic forward": "values", "rollout advance": "gen",
           "rollout sync_weights": "sync", "actor train_step": "update_actor", "critic train_step": "update_critic"}  # fmt: skip
 
 
@@ -32,6 +32,8 @@ class Clock:
     longest = 127
 
     def __init__(self) -> None:
+        self.due = True
+        """Whether the next call of a rollout engine is the first of a step."""
         self.spent: Counter[str] = Counter()
         self.cpu = 0.0
         self.marks: list[tuple[float, float, Counter[str]]] = []
@@ -70,8 +72,11 @@ class Dummy:
         return self.info.rank, True
 
     def _timed(self, role: str, method: str, *args: Any) -> Any:
-        if method == "generate" and self.info.rank == 0:
+        if self.info.rank == 0 and method == "sync_weights":
+            CLOCK.due = True
+        if self.info.rank == 0 and method == "advance" and CLOCK.due:
             CLOCK.mark()
+            CLOCK.due = False
         started, used = time.perf_counter(), time.process_time()
         try:
             return methodcaller(method, role, *args)(self)
@@ -82,10 +87,11 @@ class Dummy:
     def sync_weights(self, role: str, version: int) -> Metrics:
         return {}
 
-    def generate(self, role: str, prompts: Batch, sampling: Sampling) -> Batch:
+    def advance(self, role: str, prompts: Batch, sampling: Sampling, steps: int) -> Batch:
+        """Complete all responses in the first call."""
         lengths = prompts.rows["seed"] % CLOCK.longest + 1
         ids, finished = torch.randint(2, 12, (int(lengths.sum()),)), torch.zeros(len(lengths), dtype=torch.int64)
-        rows = {"finished": finished, "weight_version": finished}
+        rows = {"id": prompts.rows["id"], "finished": finished, "weight_version": finished}
         return Batch(lengths, {"input_ids": ids, "rollout_log_probs": torch.full((len(ids),), -2.0)}, rows)
 
     def forward(self, role: str, batch: Batch, plan: MicroBatches, outputs: list[str], adapter: bool) -> Batch:

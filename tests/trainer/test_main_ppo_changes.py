@@ -58,6 +58,12 @@ def drawn() -> list[str]:
     return sorted(keys_of(PPOConfig).leaves, key=lambda leaf: Random(f"{SEED} {leaf}").random())[:DRAWN]
 
 
+class EndedCall(SimpleNamespace):
+    """A future that is done."""
+
+    __hash__ = object.__hash__
+
+
 @dataclass
 class FakeWorkers:
     """Stand-in for workers. calls: method and arguments of each, and the limit in seconds."""
@@ -69,7 +75,7 @@ class FakeWorkers:
     def register_mesh(self, name: str, mesh: Any) -> None:
         pass
 
-    def call(self, call: Call[Any], *, mesh: str | None = None, phase: str, limit: Limit) -> Any:
+    def call(self, call: Call[Any], *, mesh: str | None = None, replica: int | None = None, phase: str, limit: Limit) -> Any:
         words = (*(("run", call.role) if call.role else ()), call.method, *call.args)
         self.calls.append((words, limit.seconds))
         shares = [word for word in words if isinstance(word, Sharded)]
@@ -80,9 +86,11 @@ class FakeWorkers:
             replies = [{"flops": Metric.sum(0.0), "skipped_updates": Metric.max(0.0)}] * self.world_size
         elif "sync_weights" in words:
             replies = [{}] * self.world_size
+        elif "advance" in words:
+            replies = [call.args[0]]
         elif shares:
             replies = list(shares[0])
-        return SimpleNamespace(result=lambda: replies, begun=0.0, replies=SimpleNamespace(ended={0: 0.0}))
+        return EndedCall(result=lambda: replies, done=lambda: True, begun=0.0, replies=SimpleNamespace(ended={0: 0.0}))
 
     def asked(self, method: str) -> list[tuple[Any, ...]]:
         """The arguments of each call of ``method``."""
@@ -219,6 +227,12 @@ def calls_when_a_model_has_worked(trial: Trial) -> Any:
     return [words[:3] for words, _ in trial.workers.calls if words[0] == "run"]
 
 
+def submitted(trial: Trial) -> Any:
+    """Numbers of prompts in each generation call."""
+    trial.assembly.rollout().generate(step_batch(), Sampling(1.0, -1, 1.0, 4, (1,)), 2)
+    return [len(prompts) for prompts, *_ in trial.workers.asked("advance")]
+
+
 def verified(trial: Trial) -> Any:
     """The metrics of a weight sync between two engines, except its time."""
     engine, _ = trial.engine("actor")
@@ -341,6 +355,7 @@ ROWS: Mapping[str, Row] = {
     f"{MODEL}.enable_gradient_checkpointing": Row(True, learning("actor")),
     f"{MODEL}.path": Row("{task}/other", log_probs),
     "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu": Row(32, forwards("ref"), {f"{ACTOR}.use_kl_loss": True}),
+    f"{ROLLOUT}.balance": Row("static", submitted, {"trainer.n_gpus_per_node": 2, f"{ROLLOUT}.max_num_seqs": 4}),
     f"{ROLLOUT}.enforce_eager": Row(True, rollout_arguments, VLLM),
     f"{ROLLOUT}.free_cache_engine": Row(False, calls_when_a_model_has_worked),
     f"{ROLLOUT}.log_prob_micro_batch_size": Row(2, forwards("actor")),

@@ -91,13 +91,14 @@ class RemoteRollout:
             max_tokens=sampling.max_tokens, balance=self._balance,
         )  # fmt: skip
         prompts = prompts.with_rows(id=torch.arange(len(prompts)))
+        none = prompts.select([])
         calls: set[StartedCall[Batch]] = set()
         parts: list[Batch] = []
         ended: dict[int, Ended] = {}
         with self._reporting(len(prompts)) as report:
             while True:
                 for replica, rows in scheduler.turn(ended).items():
-                    calls.add(self._advance(replica, prompts.select(rows), sampling, scheduler.held(replica)))
+                    calls.add(self._advance(replica, prompts.select(rows) if rows else none, sampling, scheduler.held(replica)))
                 if not calls:
                     break
                 results = self.watchdog.results(calls, every=self._in_step)

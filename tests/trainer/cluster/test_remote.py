@@ -4,7 +4,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ from workers.batch import Batch
 from workers.controller.group import Limit, PhaseTimeout, WorkerError, WorkerInfo
 from workers.controller.local_backend import LocalBackend
 from workers.controller.resource_pool import ResourcePool
-from workers.controller.rpc import Call, worker_call
+from workers.controller.rpc import Call
 from workers.engine.base import Saved, SavedFile
 from workers.metric import Metric
 from workers.plan import Limits, MicroBatches, make_plan
@@ -213,42 +213,6 @@ def test_result_of_several_ranks_counts_once() -> None:
         result = actor.forward(batch, ["log_probs"])
     assert metrics["rows"].value == len(SIZES) and actor.take_flops() == 20.0
     assert torch.equal(result.tokens["log_probs"], batch.tokens["input_ids"].double() / 2)
-
-
-def test_stats_are_summed_over_engines(model: Any) -> None:
-    assert RemoteRollout(model, spec_of("somewhere"), "actor", PATIENT).stats() == {"prompt_tokens": 33.0}
-
-
-def test_disaggregated_engines_receive_weights_while_the_trainer_sends(model: Any) -> None:
-    with LocalBackend() as backend:
-        trainers = backend.start_group("trainers", ResourcePool((2,), "cpu", "pool"), Mirror)
-        rollout = RemoteRollout(model, spec_of("somewhere"), "actor", PATIENT, trainers=trainers)
-        assert rollout.mesh.shard_of_rank == (0, 0, 1) and rollout.mesh.output_ranks == (0, 2)
-        metrics = rollout.sync_weights(4)
-        assert (metrics["version"].value, metrics["ranks"].value) == (4, 3)
-        assert (
-            trainers.call(worker_call(Mirror.has_sent)).result() == [True, True]
-            and model.call(worker_call(Mirror.has_sent)).result() == [False] * 3
-        )
-
-
-def test_group_of_the_trainer_is_colocated(model: Any) -> None:
-    rollout = RemoteRollout(model, spec_of("somewhere"), "actor", PATIENT, trainers=model)
-    assert rollout.sync_weights(4)["ranks"].value == 3 and model.call(worker_call(Mirror.has_sent)).result() == [False] * 3
-
-
-@pytest.mark.parametrize("balance", ["static", "tokens"])
-def test_responses_to_a_prompt_come_from_one_engine_in_order(model: Any, balance: Literal["static", "tokens"]) -> None:
-    rollout = RemoteRollout(model, spec_of("somewhere", balance=balance), "actor", PATIENT)
-    prompts = numbered(SIZES).only(tokens=["input_ids"], rows=["uid"])
-    answers = rollout.generate(prompts, SAMPLING, group_size=4)
-    assert as_lists_of(answers) == as_lists_of(prompts)
-    engines = answers.rows["engine"].tolist()
-    assert "id" not in answers.rows and [set(engines[start : start + 4]) for start in (0, 4, 8)] == [{0}, {1}, {2}]
-
-
-def as_lists_of(batch: Batch) -> list[tuple[list[int], int]]:
-    return [(ids.tolist(), uid) for ids, uid in zip(batch.split_rows("input_ids"), batch.rows["uid"].tolist(), strict=True)]
 
 
 def test_each_shard_has_one_output_rank() -> None:
