@@ -227,12 +227,6 @@ def calls_when_a_model_has_worked(trial: Trial) -> Any:
     return [words[:3] for words, _ in trial.workers.calls if words[0] == "run"]
 
 
-def submitted(trial: Trial) -> Any:
-    """Numbers of prompts in each generation call."""
-    trial.assembly.rollout().generate(step_batch(), Sampling(1.0, -1, 1.0, 4, (1,)), 2)
-    return [len(prompts) for prompts, *_ in trial.workers.asked("advance")]
-
-
 def verified(trial: Trial) -> Any:
     """The metrics of a weight sync between two engines, except its time."""
     engine, _ = trial.engine("actor")
@@ -355,7 +349,6 @@ ROWS: Mapping[str, Row] = {
     f"{MODEL}.enable_gradient_checkpointing": Row(True, learning("actor")),
     f"{MODEL}.path": Row("{task}/other", log_probs),
     "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu": Row(32, forwards("ref"), {f"{ACTOR}.use_kl_loss": True}),
-    f"{ROLLOUT}.balance": Row("static", submitted, {"trainer.n_gpus_per_node": 2, f"{ROLLOUT}.max_num_seqs": 4}),
     f"{ROLLOUT}.enforce_eager": Row(True, rollout_arguments, VLLM),
     f"{ROLLOUT}.free_cache_engine": Row(False, calls_when_a_model_has_worked),
     f"{ROLLOUT}.log_prob_micro_batch_size": Row(2, forwards("actor")),
