@@ -7,12 +7,11 @@ import math
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from threading import Thread
+from threading import Lock, Thread
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
 
 from trainer.run.user_code import describe
 
@@ -88,13 +87,21 @@ class ScoringProgress:
 
 
 class Rewards(Protocol):
-    """Source of scores, a context manager: local processes (RewardRunner) or servers (RemoteRewards)."""
+    """Source of scores, a context manager: local processes (RewardRunner) or servers (RemoteRewards).
+
+    submit queues responses and returns at once; scoring begins while others are still generated. places: their positions in the
+    result of finish, which waits for the scores of all submitted responses. score does both, in order.
+    """
 
     progress: ScoringProgress
 
     def start(self) -> None: ...
 
     def wait_ready(self) -> None: ...
+
+    def submit(self, answers: Sequence[Response], places: Sequence[int]) -> None: ...
+
+    def finish(self) -> list[Score]: ...
 
     def score(self, answers: Sequence[Response]) -> list[Score]: ...
 
@@ -150,32 +157,58 @@ def score_all(function: ScoreFunction, answers: Sequence[Response], threads: int
     return in_threads(partial(score_one, function), answers, threads)
 
 
+class DaemonThreads(Generic[Item, Result]):
+    """Applies a function to items in at most ``threads`` threads, which end when no item is left.
+
+    Daemon threads instead of an executor: at exit an executor would wait for requests to a judge that are in flight.
+    """
+
+    def __init__(self, function: Callable[[Item], Result], threads: int) -> None:
+        self._function = function
+        self._threads = threads
+        self._todo: deque[tuple[Item, Future[Result]]] = deque()
+        self._running = 0
+        self._lock = Lock()
+
+    def add(self, item: Item) -> Future[Result]:
+        result = Future[Result]()
+        with self._lock:
+            self._todo.append((item, result))
+            starts = self._running < self._threads
+            self._running += starts
+        if starts:
+            Thread(target=self._work, daemon=True).start()
+        return result
+
+    def clear(self) -> None:
+        """Drop the items that no thread has begun."""
+        with self._lock:
+            self._todo.clear()
+
+    def _work(self) -> None:
+        while True:
+            with self._lock:
+                if not self._todo:
+                    self._running -= 1
+                    return
+                item, result = self._todo.popleft()
+            try:
+                result.set_result(self._function(item))
+            except BaseException as error:  # raised again by result() in the consumer
+                result.set_exception(error)
+
+
 def in_threads(function: Callable[[Item], Result], items: Sequence[Item], threads: int) -> Iterator[Result]:
     """Apply ``function`` to the items in ``threads`` threads (1: this one); yield results in order as soon as they are known."""
     if threads == 1:
         yield from map(function, items)
         return
-    todo = deque((item, Future[Result]()) for item in items)
-    results = [result for _, result in todo]
-
-    def work() -> None:
-        with suppress(IndexError):  # the queue is empty
-            while True:
-                item, result = todo.popleft()
-                try:
-                    result.set_result(function(item))
-                except BaseException as error:  # raised again by result() in the consumer
-                    result.set_exception(error)
-
+    workers = DaemonThreads(function, threads)
     try:
-        # Daemon threads instead of an executor: at exit an executor would wait for requests to a judge that are in flight.
-        for _ in range(min(threads, len(items))):
-            Thread(target=work, daemon=True).start()
-        for result in results:
+        for result in [workers.add(item) for item in items]:
             yield result.result()
     finally:
-        # If the consumer stops early, the threads find no further item and end.
-        todo.clear()
+        workers.clear()  # the consumer may have stopped early
 
 
 def _extra_info(answer: Response) -> dict[str, Any]:

@@ -76,13 +76,22 @@ class RemoteRollout:
         self._slept = self._slept or (self._gives_way and group is self.group)
 
     def generate(self, prompts: Batch, sampling: Sampling, group_size: int) -> Batch:
-        """Generate a response to each row of ``prompts``; returns B rows in the same order, without the prompts.
+        """Generate a response to each row of ``prompts``; as ``stream``, in the order of the prompts and without rows["id"]."""
+        whole = Batch.concat([*self.stream(prompts, sampling, group_size)])
+        in_order = whole.select(whole.rows["id"].argsort())
+        del in_order.rows["id"]
+        return in_order
+
+    def stream(self, prompts: Batch, sampling: Sampling, group_size: int) -> Iterator[Batch]:
+        """Generate a response to each row of ``prompts``; yields responses, without the prompts, as they end.
+
+        The engines generate while the caller works on what was yielded.
 
         prompts: input_ids, with rows["seed"] and rows["greedy"] (1: greedy, whatever ``sampling`` is). group_size: number of
         consecutive rows with the same prompt; they go to one engine, which computes the prompt once.
 
-        Returned tokens: input_ids, rollout_log_probs (T,). Returned rows (B,): finished (1: terminated, 0: truncated),
-        weight_version.
+        Yielded tokens: input_ids, rollout_log_probs (T,). Yielded rows (B,): id (row of ``prompts``), finished (1: terminated, 0:
+        truncated), weight_version.
         """
         if self._slept:
             self.sync_weights(self._version)
@@ -93,23 +102,19 @@ class RemoteRollout:
         prompts = prompts.with_rows(id=torch.arange(len(prompts)))
         none = prompts.select([])
         calls: set[StartedCall[Batch]] = set()
-        parts: list[Batch] = []
-        ended: dict[int, Ended] = {}
+        results: dict[StartedCall[Batch], Batch] = {}
         with self._reporting(len(prompts)) as report:
             while True:
+                ended = {call.replica: Ended(one.rows["id"].tolist(), one.lengths.tolist()) for call, one in results.items()}
                 for replica, rows in scheduler.turn(ended).items():
-                    calls.add(self._advance(replica, prompts.select(rows) if rows else none, sampling, scheduler.held(replica)))
+                    new = prompts.select(rows) if rows else none
+                    calls.add(self._advance(replica, new, sampling, scheduler.held(replica)))
+                report(ended.values())
+                yield from (responses for responses in results.values() if len(responses))
                 if not calls:
                     break
                 results = self.watchdog.results(calls, every=self._in_step)
                 calls -= results.keys()
-                ended = {call.replica: Ended(one.rows["id"].tolist(), one.lengths.tolist()) for call, one in results.items()}
-                parts += results.values()
-                report(ended.values())
-        whole = Batch.concat(parts)
-        in_order = whole.select(whole.rows["id"].argsort())
-        del in_order.rows["id"]
-        return in_order
 
     def _advance(self, replica: int, prompts: Batch, sampling: Sampling, held: int) -> StartedCall[Batch]:
         """Start RolloutRole.advance on a replica. held: number of responses that it has not finished."""

@@ -215,12 +215,14 @@ class Sampler:
         with phases("gen"):
             # Sample n exists with with_baselines only: the greedy response after n sampled ones.
             questions = prompt_batch(asked, seeds, greedy=torch.tensor(samples) == n)
-            answers = self.rollout.generate(questions, sampling, each)
+            parts = [self._submit(part, questions, asked) for part in self.rollout.stream(questions, sampling, each)]
+            batch = Batch.concat(parts)
         with phases("reward"), self.watchdog.own("reward", "scoring", f"{len(asked)} answers"):
-            texts = decode_responses(answers, self.tokenizer)
-            batch = join_responses(questions, answers).with_meta({"temperature": sampling.temperature})
-            by_servers = isinstance(self.rewards, RemoteRewards)
-            scores = self.rewards.score(responses_to_score(asked, texts, batch, self.tokenizer, for_servers=by_servers))
+            scores = self.rewards.finish()
+        batch = batch.select(batch.rows["id"].argsort())  # they came as they ended
+        del batch.rows["id"]
+        batch = batch.with_meta({"temperature": sampling.temperature})
+        texts: list[str] = batch.objects.pop("response")
         scores = self._with_timeout_scores(scores)
         if self.models is not None:
             # Neither greedy responses nor validation may change the moments that normalise training scores.
@@ -243,6 +245,15 @@ class Sampler:
         }
         batch.objects = describe(asked, texts, scores)
         return batch
+
+    def _submit(self, answers: Batch, questions: Batch, asked: Sequence[Prompt]) -> Batch:
+        """Submit responses for scoring, while others are generated; returns them with their prompts and objects["response"]."""
+        ids = answers.rows["id"].tolist()
+        prompts, texts = [asked[i] for i in ids], decode_responses(answers, self.tokenizer)
+        batch = join_responses(questions.select(ids), answers)
+        by_servers = isinstance(self.rewards, RemoteRewards)
+        self.rewards.submit(responses_to_score(prompts, texts, batch, self.tokenizer, for_servers=by_servers), ids)
+        return Batch(batch.lengths, batch.tokens, batch.rows, {"response": texts})
 
     def _with_timeout_scores(self, scores: Sequence[Score]) -> list[Score]:
         """Replace the missing value of scores that timed out by ``reward.timeout_score``."""

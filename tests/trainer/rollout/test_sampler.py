@@ -1,7 +1,7 @@
 """A step's batch from a simulated engine and simulated rewards: sampled prompts, kept groups, rewards."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -38,14 +38,15 @@ SAMPLING = Sampling(temperature=1.0, top_k=-1, top_p=1.0, max_tokens=8, stop_tok
 class Engine:
     """Writes ``length`` tokens and the stop token: 1s if greedy, else a token of the seed. Records its inputs.
 
-    cut: responses that are truncated, by their place in a call.
+    cut: responses that are truncated, by their place in a call. part: responses that end at the same time, the last first.
     """
 
     length: int = 2
     cut: tuple[int, ...] = ()
+    part: int = 1000
     asked: list[Batch] = field(default_factory=list)
 
-    def generate(self, questions: Batch, sampling: Sampling, group_size: int) -> Batch:
+    def stream(self, questions: Batch, sampling: Sampling, group_size: int) -> Iterator[Batch]:
         assert len(questions) % group_size == 0
         self.asked.append(questions)
         first = torch.where(questions.rows["greedy"], 1, questions.rows["seed"] % 1000 + 2)
@@ -54,11 +55,12 @@ class Engine:
         finished[list(self.cut)] = 0
         ids = torch.cat([first[:, None].expand(n, self.length), torch.full((n, 1), STOP)], dim=1)
         ids = ids[torch.stack([torch.ones(n), torch.ones(n), finished], dim=1).bool()] if self.cut else ids.flatten()
-        return Batch(
+        whole = Batch(
             lengths=self.length + finished,
             tokens={"input_ids": ids, "rollout_log_probs": torch.zeros(len(ids))},
-            rows={"finished": finished, "weight_version": torch.zeros(n, dtype=torch.int64)},
+            rows={"id": torch.arange(n), "finished": finished, "weight_version": torch.zeros(n, dtype=torch.int64)},
         )
+        yield from (whole.select(range(max(0, end - self.part), end)) for end in range(n, 0, -self.part))
 
     @property
     def uids(self) -> list[list[int]]:
@@ -77,8 +79,14 @@ class Judge:
 
     kinds: dict[str, list[float | None]]
     calls: Counter[int] = field(default_factory=Counter)
+    submitted: dict[int, Response] = field(default_factory=dict)
 
-    def score(self, answers: Sequence[Response]) -> list[Score]:
+    def submit(self, answers: Sequence[Response], places: Sequence[int]) -> None:
+        self.submitted |= zip(places, answers, strict=True)
+
+    def finish(self) -> list[Score]:
+        answers = [self.submitted[place] for place in sorted(self.submitted)]
+        self.submitted = {}
         uids = [answer.extra_info["uid"] for answer in answers]
         self.calls.update(set(uids))
         scores = []
@@ -179,6 +187,21 @@ def test_step_without_a_filter_is_one_round() -> None:
     assert first.meta["generated_tokens"] == 8 * 3 and case.stream.drawn == 2
     seeds = [seed for call in case.engine.asked for seed in call.rows["seed"].tolist()]
     assert len(set(seeds)) == 16, "every response has its own seed"
+
+
+@pytest.mark.parametrize("part", [1, 3])
+@pytest.mark.parametrize("with_baselines", [False, True])
+def test_batch_is_the_same_whenever_responses_end(part: int, with_baselines: bool) -> None:
+    batches = []
+    for size in (1000, part):
+        case = make(["low", "mixed", "high", "gap"], groups=4, per_round=4, cap=None, with_baselines=with_baselines)
+        case.engine.part, case.engine.cut = size, (1, 6)
+        batches.append(case.next_batch())
+    whole, pieces = batches
+    assert whole.tokens.keys() == pieces.tokens.keys() and whole.rows.keys() == pieces.rows.keys() and "id" not in whole.rows
+    assert all(torch.equal(whole.tokens[name], pieces.tokens[name]) for name in whole.tokens)
+    assert all(torch.equal(whole.rows[name], pieces.rows[name]) for name in whole.rows)
+    assert (whole.objects, whole.meta) == (pieces.objects, pieces.meta)
 
 
 def test_batch_is_the_first_kept_groups_of_all_rounds_in_prompt_order() -> None:

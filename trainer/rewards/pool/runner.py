@@ -19,9 +19,10 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Sequence, Sized
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence, Sized
+from contextlib import contextmanager, suppress
 from dataclasses import replace
+from itertools import islice
 from math import inf
 from types import TracebackType
 
@@ -34,7 +35,7 @@ from trainer.rewards.scoring import Response, Score, ScoreFunction, ScoringProgr
 _START_LIMIT = 120.0
 """Seconds until a process must be ready: the user's module may import a lot."""
 _CHUNKS_PER_PROCESS = 4
-"""Chunks per process and call: enough for slow responses to balance out between processes."""
+"""A process gets this part of its share of the waiting responses at a time: slow responses balance out between processes."""
 _MAX_CHUNK = 64
 _CHILD = "import sys; sys.path[:] = {path!r}; from trainer.rewards.pool.worker import main; main({fd}, {parent})"
 
@@ -61,7 +62,10 @@ class RewardRunner:
         self._whole: bool | None = None
         self._processes: list[_Process] = []
         self._selector = selectors.DefaultSelector()
-        self._chunks: deque[list[int]] = deque()
+        self._answers: dict[int, Response] = {}
+        self._waiting: deque[int] = deque()
+        """Places of responses that no process has."""
+        self._scores: dict[int, Score] = {}
         self.progress = ScoringProgress()
 
     def start(self) -> None:
@@ -76,44 +80,93 @@ class RewardRunner:
         self.start()
         try:
             while not all(process.ready for process in self._processes):
-                self._turn()
+                self._turn(wait=True)
         except BaseException:
             self.close()
             raise
 
+    def submit(self, answers: Sequence[Response], places: Sequence[int]) -> None:
+        """Queue responses and give them to idle processes, without waiting. places: see Rewards.
+
+        Raises ValueError for a data source without a scorer, and as wait_ready does.
+        """
+        self._queue(answers, places)
+        if self._function is None:
+            with self._closed_on_error():
+                self._turn(wait=False)
+                # One chunk for each idle process: the next call may be a while away.
+                if self._whole is False:
+                    self._give(1)
+
+    def finish(self) -> list[Score]:
+        """Wait for the scores of all submitted responses; returns them by place. Raises as submit does."""
+        places = sorted(self._answers)
+        if self._function is not None:
+            for place, score in zip(
+                places, score_all(self._function, [self._answers[i] for i in places], self._threads), strict=True
+            ):
+                self._add_scores({place: score})
+        else:
+            with self._closed_on_error():
+                while len(self._scores) < len(self._answers):
+                    self._give(_CHUNKS_PER_PROCESS)
+                    self._turn(wait=True)
+        found = [self._scores[place] for place in places]
+        self._forget()
+        return found
+
     def score(self, answers: Sequence[Response]) -> list[Score]:
-        """One score per response, in order. Raises ValueError for a data source without a scorer, and as wait_ready does."""
+        """One score per response, in order. Raises as submit does."""
+        self._queue(answers, range(len(answers)))
+        return self.finish()
+
+    def _queue(self, answers: Sequence[Response], places: Sequence[int]) -> None:
         if scores_by_source(self._config):
             check_data_sources(answer.data_source for answer in answers)
         self.start()
-        self.progress = ScoringProgress(len(answers))
-        if self._function is not None:
-            found = []
-            for score in score_all(self._function, answers, self._threads):
-                found.append(score)
-                self.progress.add([score])
-            return found
-        scores: dict[int, Score] = {}
+        if not self._answers:
+            self.progress = ScoringProgress()
+        self.progress.asked += len(answers)
+        self._waiting += places
+        self._answers |= zip(places, answers, strict=True)
+
+    def _give(self, parts: int) -> None:
+        """Give each idle process one of ``parts`` chunks of its share of the waiting responses."""
+        if self._whole is None:
+            return
+        for process in self._processes:
+            if self._waiting and process.idle:
+                # A function over whole batches gets the responses in order.
+                chunk = sorted(islice(self._waiting, self._chunk_size(parts)))
+                if process.give(chunk, self._answers, self._limit(chunk)):
+                    for _ in chunk:
+                        self._waiting.popleft()
+
+    def _chunk_size(self, parts: int) -> int:
+        if self._whole:
+            return len(self._waiting)
+        if self._threads > 1:  # requests to a judge overlap within a chunk, so chunks must be larger than the number of threads
+            parts, longest = 1, _CHUNKS_PER_PROCESS * self._threads
+        else:
+            longest = _MAX_CHUNK
+        return min(longest, -(-len(self._waiting) // (self._size * parts)))
+
+    def _add_scores(self, scores: dict[int, Score]) -> None:
+        self._scores |= scores
+        self.progress.add(scores.values())
+
+    def _forget(self) -> None:
+        self._answers, self._scores = {}, {}
+        self._waiting.clear()
+
+    @contextmanager
+    def _closed_on_error(self) -> Iterator[None]:
+        """Close the runner on an error: scores in flight would be taken for those of the next call."""
         try:
-            while self._whole is None:
-                self._turn()
-            if self._whole:
-                self._chunks = deque(_ranges(len(answers), 1, len(answers)))
-            elif self._threads == 1:
-                self._chunks = deque(_ranges(len(answers), self._size * _CHUNKS_PER_PROCESS, _MAX_CHUNK))
-            else:  # requests to a judge overlap within a chunk, so chunks must be larger than the number of threads
-                self._chunks = deque(_ranges(len(answers), self._size, _CHUNKS_PER_PROCESS * self._threads))
-            while len(scores) < len(answers):
-                for process in self._processes:
-                    if self._chunks and process.idle and process.give(self._chunks[0], answers, self._limit(self._chunks[0])):
-                        self._chunks.popleft()
-                arrived = self._turn()
-                self.progress.add(arrived.values())
-                scores |= arrived
+            yield
         except BaseException:
-            self.close()  # scores in flight would be taken for those of the next call
+            self.close()
             raise
-        return [scores[i] for i in range(len(answers))]
 
     def close(self) -> None:
         """Kill the processes and everything they started. The runner restarts them when it is used again."""
@@ -121,6 +174,7 @@ class RewardRunner:
             self._selector.unregister(process.connection)
             process.kill()
         self._processes.clear()
+        self._forget()
         if self._function is not None:
             close_fork_servers()
 
@@ -135,10 +189,10 @@ class RewardRunner:
         self._processes.append(process)
         self._selector.register(process.connection, selectors.EVENT_READ, process)
 
-    def _turn(self) -> dict[int, Score]:
-        """Wait until a process sends a message, dies or exceeds its deadline; return the resulting scores."""
+    def _turn(self, *, wait: bool) -> None:
+        """Add the scores that have arrived, and those of processes that died or exceeded their deadline; wait: for the first."""
         scores: dict[int, Score] = {}
-        first = min(process.deadline for process in self._processes)
+        first = min(process.deadline for process in self._processes) if wait else 0.0
         for key, _ in self._selector.select(None if first == inf else max(0.0, first - time.monotonic())):
             process: _Process = key.data
             if process not in self._processes:
@@ -159,7 +213,7 @@ class RewardRunner:
         for process in list(self._processes):
             if time.monotonic() >= process.deadline:
                 scores |= self._replace(process, f"timed out after {self._limit(process.given):g} s")
-        return scores
+        self._add_scores(scores)
 
     def _limit(self, given: Sized) -> float:
         """Seconds until the next message of a process with these responses is due."""
@@ -188,14 +242,13 @@ class RewardRunner:
         given = list(process.given)
         # Scores come in order, so without batches the first outstanding response is the one that failed.
         failed = len(given) if self._whole else 1
-        if given[failed:]:
-            self._chunks.appendleft(given[failed:])
+        self._waiting.extendleft(reversed(given[failed:]))
         score = Score(None, {}, reason or f"the scoring process {ending}", timed_out=reason is not None)
         return dict.fromkeys(given[:failed], score)
 
 
 class _Process:
-    """One scoring process. given: indices of responses without a score yet. deadline: time by which its next message is due."""
+    """One scoring process. given: places of responses without a score yet. deadline: time by which its next message is due."""
 
     def __init__(self, config: ScoringConfig, threads: int) -> None:
         self.connection, child_end = socket.socketpair()
@@ -217,7 +270,7 @@ class _Process:
     def idle(self) -> bool:
         return self.ready and not self.given
 
-    def give(self, chunk: list[int], answers: Sequence[Response], timeout: float) -> bool:
+    def give(self, chunk: list[int], answers: Mapping[int, Response], timeout: float) -> bool:
         """Send a chunk; False if the process has died since its last message, which the next ``read`` reports."""
         try:
             self.connection.sendall(pickle.dumps([answers[i] for i in chunk]))
@@ -254,9 +307,3 @@ class _Process:
             os.killpg(self._popen.pid, signal.SIGKILL)
         code = self._popen.wait()
         return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-
-
-def _ranges(n: int, parts: int, longest: int) -> list[list[int]]:
-    """Split 0 .. n - 1 into about ``parts`` contiguous ranges of at most ``longest`` numbers."""
-    size = min(longest, -(-n // parts))
-    return [list(range(start, min(start + size, n))) for start in range(0, n, size)] if n else []

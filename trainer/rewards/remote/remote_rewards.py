@@ -6,6 +6,7 @@ import json
 import os
 import time
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from threading import Lock
 from types import TracebackType
@@ -16,7 +17,7 @@ from trainer.rewards.http_client import RequestRefused, TransientError, connecti
 from trainer.rewards.pool.runner import RewardRunner
 from trainer.rewards.remote import openrlhf_protocol
 from trainer.rewards.rules.reward_registry import scores_by_source
-from trainer.rewards.scoring import Response, Rewards, Score, ScoringProgress, in_threads
+from trainer.rewards.scoring import DaemonThreads, Response, Rewards, Score, ScoringProgress
 from workers.controller.logs import tell
 
 _MAX_BACKOFF = 60.0
@@ -45,6 +46,9 @@ class RemoteRewards:
         self._key = key
         self._servers = [_Server(url) for url in urls]
         self._lock = Lock()
+        self._threads = DaemonThreads(self._score, config.concurrency)
+        self._waiting: list[tuple[int, Response]] = []
+        self._requests: list[tuple[Sequence[int], Future[list[Score]]]] = []
         self.progress = ScoringProgress()
 
     def start(self) -> None:
@@ -67,16 +71,40 @@ class RemoteRewards:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         """Do nothing: the servers keep running."""
 
-    def score(self, answers: Sequence[Response]) -> list[Score]:
-        """One score per response, in order. A response that no server scored has an error; the others are not affected."""
+    def submit(self, answers: Sequence[Response], places: Sequence[int]) -> None:
+        """Send complete requests of ``batch_size`` responses; the rest waits for more, or for ``finish``."""
+        if not self._waiting and not self._requests:
+            self.progress = ScoringProgress()
+        self.progress.asked += len(answers)
+        self._waiting += zip(places, answers, strict=True)
         size = self._config.batch_size
-        batches = [answers[start : start + size] for start in range(0, len(answers), size)]
-        self.progress = ScoringProgress(len(answers))
-        found: list[Score] = []
-        for scores in in_threads(self._score, batches, self._config.concurrency):
-            found += scores
-            self.progress.add(scores)
-        return found
+        while len(self._waiting) >= size:
+            self._send(size)
+
+    def finish(self) -> list[Score]:
+        """One score per submitted response, by place. A response that no server scored has an error; others are not affected."""
+        self._send(len(self._waiting))
+        found: dict[int, Score] = {}
+        try:
+            for places, request in self._requests:
+                scores = request.result()
+                found |= zip(places, scores, strict=True)
+                self.progress.add(scores)
+        finally:
+            self._threads.clear()
+            self._requests = []
+        return [found[place] for place in range(len(found))]
+
+    def score(self, answers: Sequence[Response]) -> list[Score]:
+        self.submit(answers, range(len(answers)))
+        return self.finish()
+
+    def _send(self, n: int) -> None:
+        """Send a request with the first ``n`` responses that wait; nothing for 0."""
+        if n:
+            places, answers = zip(*self._waiting[:n], strict=True)
+            self._requests.append((places, self._threads.add(answers)))
+            del self._waiting[:n]
 
     def _score(self, answers: Sequence[Response]) -> list[Score]:
         """Scores of the responses of one request."""

@@ -50,7 +50,8 @@ def all_at_once(data_sources, solution_strs, ground_truths, extra_infos):
     time.sleep(sum(float(text.partition(" ")[2]) for text in solution_strs if text.startswith("sleep")))
     if "exit" in solution_strs:
         os._exit(3)
-    return [{"score": info["index"], "pid": os.getpid(), "of": len(solution_strs)} for info in extra_infos]
+    of = len(solution_strs)
+    return [{"score": info["index"], "pid": os.getpid(), "of": of, "place": i} for i, info in enumerate(extra_infos)]
 """
 
 
@@ -120,6 +121,46 @@ def test_uneven_answers_use_all_processes_and_keep_their_order(rewards: Path) ->
         scores = runner.score(answers(*(f"sleep {0.02 * (i % 3)}" for i in range(24))))
     expect(scores, {})
     assert len({score.extra["pid"] for score in scores}) == min(2, len(os.sched_getaffinity(0)))
+
+
+def test_submitted_responses_are_scored_before_the_result_is_asked_for(rewards: Path) -> None:
+    with RewardRunner(config(rewards)) as runner:
+        runner.wait_ready()
+        asked = answers(*["fine"] * 20)
+        runner.submit(asked[:9], range(9))
+
+        def scored() -> bool:
+            runner.submit([], [])
+            return runner.progress.done == 9
+
+        wait_until(scored)
+        runner.submit(asked[9:], range(9, 20))
+        expect(runner.finish(), {})
+        assert str(runner.progress) == "20 of 20 answers"
+
+
+def test_pieces_in_any_order_get_the_scores_of_their_places(rewards: Path) -> None:
+    texts = ["fine"] * 40
+    texts[0], texts[7], texts[22] = "hang", "exit", "raise"
+    failures = {0: "timed out after 0.4 s", 7: "ended with exit code 3", 22: "as asked"}
+    with RewardRunner(config(rewards, timeout=0.4)) as runner:
+        runner.wait_ready()
+        for first in (2, 0, 3, 1):
+            places = range(first, 40, 4)
+            runner.submit([answers(*texts)[place] for place in places], places)
+            time.sleep(0.15)
+        expect(runner.finish(), failures)
+        expect(runner.score(answers("fine")), {})
+
+
+def test_function_over_batches_gets_all_pieces_at_once_and_in_order(rewards: Path) -> None:
+    with RewardRunner(config(rewards, name="all_at_once")) as runner:
+        runner.wait_ready()
+        for places in ([4, 5], [0, 3], [2, 1]):
+            runner.submit([answers(*["fine"] * 6)[place] for place in places], places)
+        scores = runner.finish()
+    expect(scores, {})
+    assert {score.extra["of"] for score in scores} == {6.0} and [score.extra["place"] for score in scores] == [*range(6)]
 
 
 def test_failing_response_affects_no_other(rewards: Path) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.trainer.rewards.config import reward_config
+from tests.trainer.rewards.pool.test_runner import wait_until
 from tests.trainer.rewards.server import Reply, Server
 from trainer.rewards.pool.runner import RewardRunner
 from trainer.rewards.remote.remote_rewards import RemoteRewards, needs_data_sources, open_rewards
@@ -94,6 +95,15 @@ def test_recovered_server_is_used_again(servers: tuple[Rewards, Rewards], capsys
         f"note: reward server: HTTP 503 from {first.url}: loading",
         f"note: reward server {first.url} responds again",
     ]
+
+
+def test_full_requests_are_sent_before_the_result_is_asked_for(servers: tuple[Rewards, Rewards]) -> None:
+    server, rewards = servers[0], remote(servers[0], batch_size=4)
+    rewards.submit([answers(10)[place] for place in (7, 2, 0, 5, 9)], [7, 2, 0, 5, 9])
+    wait_until(lambda: len(server.asked) == 1)
+    rewards.submit([answers(10)[place] for place in (1, 3, 4, 6, 8)], [1, 3, 4, 6, 8])
+    assert rewards.finish() == good(10) and len(server.asked) == 3
+    assert rewards.score(answers(3)) == good(3), "nothing is left of the call before"
 
 
 @pytest.mark.parametrize("failure", [(500, b"oops", 0.0), (200, b"<html>", 0.0), (429, b"", 0.0)])
