@@ -73,7 +73,8 @@ def test_stopped_worker_is_named_with_limit_and_report(runs: dict[signal.Signals
     assert lines[:2] == ["step 0, phase generate", "held up by rank 1: a process of it is stopped (SIGSTOP, or a debugger)"]
     kept = run.run_dir / "logs/stall_0_generate"
     assert len(lines) < 11 and lines[-1] == f"stacks, memory, logs: {kept}"
-    assert {"rank_0.txt", "rank_1.txt", "memory.txt", "ray.txt", "summary.txt"} == {path.name for path in kept.iterdir()}
+    files = {"rank_0.txt", "rank_0_collectives.json", "rank_1.txt", "memory.txt", "ray.txt", "summary.txt"}
+    assert {path.name for path in kept.iterdir()} == files, "a stopped process dumps no collectives"
     assert '"kind": "stall"' in (run.run_dir / "events.jsonl").read_text()
 
 

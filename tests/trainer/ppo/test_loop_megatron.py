@@ -41,11 +41,19 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def assert_alike(steps: Steps, others: Steps) -> None:
-    """Within 1e-4 of each other; or 1e-6 where a metric is a difference of equal numbers. The verified bytes of a sync
-    depend on what is gathered for it."""
+    """Within 1e-4 of each other; or 1e-6 where a metric is a difference of equal numbers.
+
+    Trainer and engine differ by rounding alone, by several units of it at most: less than 1e-5 in each. The verified bytes of a
+    sync depend on what is gathered for it.
+    """
     assert len(steps) == len(others)
     for mine, expected in zip(repeatable(list(steps)), repeatable(list(others)), strict=True):
-        mine, expected = ({name: step[name] for name in step if name != "rollout/verified_bytes"} for step in (mine, expected))
+        rounding = {name for name in expected if name.startswith("training/rollout_") and "_diff_" in name}
+        assert rounding and all(max(mine[name], expected[name]) < 1e-5 for name in rounding)
+        mine, expected = (
+            {name: step[name] for name in step if name != "rollout/verified_bytes" and name not in rounding}
+            for step in (mine, expected)
+        )
         assert mine == pytest.approx(expected, rel=1e-4, abs=1e-6)
 
 
