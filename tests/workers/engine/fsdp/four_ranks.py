@@ -1,7 +1,4 @@
-"""Runs in four processes, once: resumes what two have saved, and shards tokens and copies. The tests read what is written.
-
-One process is spawned and forks: torch is imported once.
-"""
+"""Runs in four processes, once: resumes what two have saved, and shards tokens and copies. The tests read what is written."""
 
 from functools import partial
 from pathlib import Path
@@ -9,7 +6,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing
 from torch import Tensor
 
 from tests.workers.engine.fsdp.cases import all_cuts, exported, invariance_batch, lopsided, train, training_batch
@@ -30,11 +26,6 @@ CUTS: dict[str, dict[str, int]] = {
 }
 OUTPUTS = {"log_probs", "entropy", "sampled_entropy", "sum_pi_squared", "top_log_probs", "all_log_probs"}
 KV_HEADS = (1, 2, 4)
-
-
-def spawned(_: int, directory: str, models: dict[str, str]) -> None:
-    torch.set_num_threads(1)
-    torch.multiprocessing.start_processes(main, args=(directory, models), nprocs=4, start_method="fork")
 
 
 def main(rank: int, directory: str, models: dict[str, str]) -> None:
