@@ -34,9 +34,7 @@ def start(task: Path, run_dir: Path, *overrides: str) -> subprocess.Popen[str]:
     return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-def test_run_with_a_killed_worker_is_bitwise_identical(
-    task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_run_with_a_killed_worker_is_bitwise_identical(task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TANDEM_TEST_RUN", str(tmp_path / "run"))
     whole = run_ppo(task, tmp_path / "whole", *FOUR, loss_that(tmp_path / "plain", "pass"))
     steps = run_ppo(task, tmp_path / "run", *FOUR, *ON_RAY, loss_that(tmp_path, f"n == 3 and {DIE}"))

@@ -130,6 +130,7 @@ def value_head(rank: int, path: Path, models: dict[str, str]) -> dict[str, Any]:
     engine = toy_engine(models["qwen2"], "value")
     metrics = train(engine, range(3), ValueLoss())
     engine.save(str(path / "critic"))
+    dist.barrier()  # each rank returns when its own file is there
     resumed = toy_engine(models["qwen2"], "value")
     resumed.load(str(path / "critic"))
     weights, resumed_weights = exported(engine), exported(resumed)
@@ -215,6 +216,7 @@ def lora(rank: int, path: Path, models: dict[str, str]) -> dict[str, Any]:
     engine.forward(shares[rank], plans[rank], {"log_probs"}, adapter=False)
     metrics = train(engine, range(3))
     engine.save(str(path / "lora"))
+    dist.barrier()  # each rank returns when its own file is there
     resumed = toy_engine(models["qwen3"], **changes)
     resumed.load(str(path / "lora"))
     cut_tokens = toy_engine(models["qwen3"], ulysses_sequence_parallel_size=2, **changes)
