@@ -91,7 +91,7 @@ def endings(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     ("way", "code", "report"),
     [
         pytest.param("returns", 0, "", marks=pytest.mark.soak),
-        ("raises", 1, "RuntimeError: the run failed"),
+        pytest.param("raises", 1, "RuntimeError: the run failed", marks=pytest.mark.soak),
         pytest.param("SIGINT", -signal.SIGINT, "KeyboardInterrupt", marks=pytest.mark.soak),
         ("SIGTERM", 128 + signal.SIGTERM, ""),
         ("SIGKILL", -signal.SIGKILL, ""),
@@ -288,7 +288,11 @@ def test_failure_does_not_wait_for_hanging_ranks(backend: RayBackend) -> None:
 
 @pytest.mark.parametrize(
     ("how", "cause", "words"),
-    [("signal", "by a signal", ""), ("crash", "by a signal", "Segmentation fault"), ("exit", "os._exit", "last words")],
+    [
+        pytest.param("signal", "by a signal", "", marks=pytest.mark.soak),
+        ("crash", "by a signal", "Segmentation fault"),
+        ("exit", "os._exit", "last words"),
+    ],
 )
 def test_dead_worker_is_named_with_its_cause(backend: RayBackend, how: str, cause: str, words: str) -> None:
     with started(backend, how) as group:
