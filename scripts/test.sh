@@ -7,6 +7,7 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 scripts/setup_env.sh dev
+unset PYTHONDONTWRITEBYTECODE # hundreds of processes would compile every module again
 export OMP_NUM_THREADS=1 # two threads a process make small products many times slower when processes share the cores
 python=.venv/bin/python
 

@@ -73,14 +73,24 @@ class Outcome:
     seconds: float
 
 
-def run_and_kill(arguments: Sequence[str], run_dir: Path, kills: Sequence[Kill], folder: Path) -> list[Outcome]:
-    """Start a run again and again until it completes; the k-th start is ended by kills[k]. folder: for records."""
+def run_and_kill(
+    arguments: Sequence[str],
+    run_dir: Path,
+    kills: Sequence[Kill],
+    folder: Path,
+    *,
+    last: Literal["ray", "local"] = "ray",
+    python: str = sys.executable,
+) -> list[Outcome]:
+    """Start a run again and again until it completes; the k-th start is ended by kills[k]. folder: for records. last:
+    trainer.backend of the start that completes. python: an interpreter, or tests.warm's stand-in.
+    """
     killed: list[KilledRun] = []
     begun: list[float | None] = []
     for number, kill in enumerate([*kills, None]):
         notes = folder / str(number)
         notes.mkdir(parents=True)
-        code, message = start([*arguments, f"trainer.backend={kill.backend if kill else 'ray'}"], kill, notes)
+        code, message = start([*arguments, f"trainer.backend={kill.backend if kill else last}"], kill, notes, python)
         if kill is None:
             assert code == 0, f"the run does not complete:\n{message}"
         else:
@@ -96,9 +106,9 @@ def run_and_kill(arguments: Sequence[str], run_dir: Path, kills: Sequence[Kill],
     return [Outcome(kill, one, step - one.time) for kill, one, step in zip(kills, killed, steps, strict=True)]
 
 
-def start(arguments: Sequence[str], kill: Kill | None, notes: Path) -> tuple[int, str]:
+def start(arguments: Sequence[str], kill: Kill | None, notes: Path, python: str) -> tuple[int, str]:
     """Return the exit code and the end of the output."""
-    command = [sys.executable, "-m", "tests.kills", json.dumps(kill and asdict(kill)), str(notes), *arguments]
+    command = [python, "-m", "tests.kills", json.dumps(kill and asdict(kill)), str(notes), *arguments]
     with (notes / "output").open("w+") as message:
         code = subprocess.run(command, cwd=ROOT, stdout=message, stderr=subprocess.STDOUT, timeout=LIMIT).returncode
         message.seek(0)

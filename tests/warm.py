@@ -24,7 +24,10 @@ import json, os, socket, sys
 with socket.socket(socket.AF_UNIX) as server:
     server.connect({address!r})
     socket.send_fds(server, [json.dumps([sys.argv[2:], os.getcwd(), dict(os.environ)]).encode()], [0, 1, 2])
-    sys.exit(int(server.recv(16)))
+    code = int(server.recv(16))
+    if code < 0:
+        os.kill(os.getpid(), -code)
+    sys.exit(code)
 """
 
 

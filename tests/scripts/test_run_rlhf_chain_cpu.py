@@ -55,7 +55,7 @@ MADE_FROM = {
     "sft_answers": {"sft/model", "reward/model", "data/test.parquet"},
     "policy_answers": {"policy/model", "reward/model", "data/test.parquet"},
 }
-SMALL = {"SFT_STEPS": "64", "REWARD_STEPS": "4", "PPO_STEPS": "2", "COMPARED": "256", "TESTED": "128", "ANSWERS": "4"}
+SMALL = {"SFT_STEPS": "64", "REWARD_STEPS": "4", "PPO_STEPS": "2", "COMPARED": "128", "TESTED": "64", "ANSWERS": "4"}
 FEW = (
     "data.train_batch_size=8", "actor_rollout_ref.actor.ppo_mini_batch_size=8", "data.train_max_samples=256",
     "trainer.critic_warmup=0",
@@ -168,7 +168,7 @@ def test_report_agrees_with_the_scored_responses(chain: Path) -> None:
     for name, way in (("sft", "fine-tuned"), ("policy", "PPO")):
         rows = [row for path in shard_files(chain / f"{name}_answers/answers") for row in pq.read_table(path).to_pylist()]
         parts = [part for row in rows for part in row["score_parts"]]
-        assert len(parts) == 128 * 4
+        assert len(parts) == 64 * 4
         assert ways[way]["truth"]["value"] == pytest.approx(sum(part["acc"] for part in parts) / len(parts))
         assert ways[way]["model"] == pytest.approx(sum(part["reward_model"] for part in parts) / len(parts))
         best = pq.read_table(chain / f"{name}_answers/best.parquet").to_pylist()

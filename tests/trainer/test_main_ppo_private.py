@@ -20,6 +20,7 @@ from tests.conftest import descendants
 from tests.layout.source import ROOT
 from tests.pickles import malicious_pickle
 from tests.runs import REWARD, make_task, ppo_arguments, run_ppo
+from trainer import main_ppo
 
 SECRET = "s3cret-9f2c"
 ENVIRONMENT = {name: f"{SECRET}-{name}" for name in ("WANDB_API_KEY", "OPENAI_API_KEY", "HF_TOKEN")}
@@ -77,8 +78,9 @@ def test_run_listens_on_loopback_only_and_writes_no_secret(task: Path, tmp_path:
     run_dir = tmp_path / "run"
     arguments = ppo_arguments(
         task, run_dir,
-        "trainer.backend=ray", "trainer.n_gpus_per_node=2", "reward.num_workers=2", "trainer.logger=[console,tensorboard]",
-        "trainer.save_freq=1", f"trainer.rollout_data_dir={run_dir}/rollouts", "trainer.test_freq=1",
+        "algorithm=ppo", "trainer.backend=ray", "trainer.n_gpus_per_node=2", "reward.num_workers=2",
+        "trainer.logger=[console,tensorboard]", "trainer.save_freq=1", "trainer.test_freq=1",
+        f"trainer.rollout_data_dir={run_dir}/rollouts",
     )  # fmt: skip
     run = start(["--config-dir", str(task), "--config-name", "own", *arguments], tmp_path)
     sockets: set[tuple[str, str, int]] = set()
@@ -98,13 +100,17 @@ def test_run_listens_on_loopback_only_and_writes_no_secret(task: Path, tmp_path:
     assert stat.S_IMODE(run_dir.stat().st_mode) == 0o700
 
 
-def test_failed_run_reports_no_secret(task: Path, tmp_path: Path) -> None:
+def test_failed_run_reports_no_secret(
+    task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     """The key is used here: each error names the address that it was sent to, and why no reply came."""
     judge = ("reward.scorer=judge", "reward.judge.url=http://127.0.0.1:1/v1", "reward.judge.model=m", "reward.judge.retries=0")
     alone = ("reward.custom_reward_function.path=null", "reward.judge.prompt='{answer}'", "reward.num_workers=1")
-    run = start(ppo_arguments(task, tmp_path / "run", *judge, *alone), tmp_path)
-    message, _ = run.communicate()
-    assert run.returncode == 2 and "http://127.0.0.1:1/v1/chat/completions" in message, message
+    for name, value in ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
+    code = main_ppo.PROGRAM(ppo_arguments(task, tmp_path / "run", *judge, *alone))
+    message = "".join(capfd.readouterr())
+    assert code == 2 and "http://127.0.0.1:1/v1/chat/completions" in message, message
     assert SECRET not in message and list(files_with_the_secret(tmp_path)) == []
 
 

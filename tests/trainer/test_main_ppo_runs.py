@@ -1,4 +1,4 @@
-"""Command lines of verl's users, run for real: two workers, two steps, a clean end."""
+"""Command lines of verl's users, run for real: two steps, a clean end. On two workers: scripts/test.sh soak."""
 
 import json
 import os
@@ -32,11 +32,15 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(
-    "command",
-    [pytest.param(SMALL_BATCH, id="small_batch"), pytest.param(LONG_ANSWERS, id="long_answers", marks=pytest.mark.soak)],
+    ("command", "workers"),
+    [
+        pytest.param(SMALL_BATCH, ("trainer.backend=local", "trainer.n_gpus_per_node=1"), id="small_batch"),
+        pytest.param(SMALL_BATCH, (), id="small_batch_two_workers", marks=pytest.mark.soak),
+        pytest.param(LONG_ANSWERS, (), id="long_answers_two_workers", marks=pytest.mark.soak),
+    ],
 )
-def test_verl_command_lines_train_unchanged(command: str, task: Path, tmp_path: Path) -> None:
-    small = [f"actor_rollout_ref.model.path={task}/model", f"critic.model.path={task}/model", *SMALL_RUN]
+def test_verl_command_lines_train_unchanged(command: str, workers: tuple[str, ...], task: Path, tmp_path: Path) -> None:
+    small = [f"actor_rollout_ref.model.path={task}/model", f"critic.model.path={task}/model", *SMALL_RUN, *workers]
     shell = f'python3() {{ "{sys.executable}" "$@" {" ".join(small)}; }}\n{command}'
     places = {"PYTHONPATH": str(CONFIG_DIR.parent), "DATA_DIR": f"{task}/data"}
     environment = places | {"TIME": "now", "TANDEM_TEST_RUN": str(tmp_path)}

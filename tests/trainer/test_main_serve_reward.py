@@ -30,7 +30,9 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
 """
 
 
-@pytest.mark.parametrize(("number", "code", "busy"), [(signal.SIGTERM, 143, True), (signal.SIGINT, 130, False)])
+@pytest.mark.parametrize(
+    ("number", "code", "busy"), [(signal.SIGTERM, 143, True), pytest.param(signal.SIGINT, 130, False, marks=pytest.mark.soak)]
+)
 def test_signal_ends_the_server_and_its_child_processes(number: int, code: int, busy: bool, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(FUNCTION)
     words = [f"reward.scorer={tmp_path}/mine.py:compute_score", "reward.num_workers=2", "server.log_every=2"]

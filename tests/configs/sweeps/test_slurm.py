@@ -71,7 +71,9 @@ def test_trials_stop_before_the_time_limit_and_resume(cluster: Cluster) -> None:
     assert "--cpus-per-task=6" in step.split(), "a step does not inherit the job's"
 
 
-@pytest.mark.parametrize(("state", "status", "code"), [("CANCELLED", "interrupted", 137), ("FAILED", "failed", 1)])
+@pytest.mark.parametrize(
+    ("state", "status", "code"), [("CANCELLED", "interrupted", 137), pytest.param("FAILED", "failed", 1, marks=pytest.mark.soak)]
+)
 def test_a_job_ended_by_slurm_is_reported_and_the_others_finish(cluster: Cluster, state: str, status: str, code: int) -> None:
     (cluster.folder / "over_7_1").write_text(state)
     assert cluster(TRIALS) == code

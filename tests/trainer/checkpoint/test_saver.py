@@ -82,7 +82,9 @@ def kill_at(monkeypatch: pytest.MonkeyPatch, count: int) -> Callable[[], int]:
     return lambda: calls
 
 
-@pytest.mark.parametrize("background", [False, True], ids=["waiting", "background"])
+@pytest.mark.parametrize(
+    "background", [pytest.param(False, id="waiting", marks=pytest.mark.soak), pytest.param(True, id="background")]
+)
 def test_checkpoint_is_complete_or_absent_after_a_kill_at_any_call(background: bool, tmp_path: Path) -> None:
     outcomes = []
     for count in range(1, 200):

@@ -17,8 +17,9 @@ def cuda(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[RayBackend,
         yield backend, folder
 
 
+@pytest.mark.soak
 def test_rank_that_skips_a_gloo_collective_is_named(tmp_path: Path) -> None:
-    """Behaviour at the collective's own limit is in test_watchdog_ray.py."""
+    """Other faults of gloo ranks, and behaviour at the collective's own limit, are in test_watchdog_ray.py."""
     with RayBackend(run_dir=tmp_path, nnodes=1, n_gpus_per_node=2, device="cpu", ray_init={}) as backend:
         at_the_phases_limit(backend, tmp_path, "cpu")
 

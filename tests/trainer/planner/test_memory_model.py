@@ -72,7 +72,7 @@ def run(engine: FSDPEngine, config: dict[str, Any], tokens: int, rows: int, *, f
         ({}, Setting(), 1024),
         pytest.param(*({}, Setting(), 4096), marks=SOAK),
         pytest.param(*({"num_hidden_layers": 12}, Setting(), 1024), marks=SOAK),
-        ({"hidden_size": 256}, Setting(), 2048),
+        pytest.param(*({"hidden_size": 256}, Setting(), 2048), marks=SOAK),
         pytest.param(*({"intermediate_size": 1280}, Setting(kept=2), 2048), marks=SOAK),
         ({"vocab_size": 4096, "tie_word_embeddings": True}, Setting(), 1024),
         ({}, Setting(several=True), 2048),

@@ -42,7 +42,9 @@ def test_first_update_is_on_policy(task: Path, tmp_path: Path) -> None:
     assert lazy["training/rollout_log_probs_diff_mean"] == pytest.approx(eager["training/rollout_log_probs_diff_mean"], abs=1e-7)
 
 
-@pytest.mark.parametrize("algorithm", [GRPO_WITH_KL, PPO], ids=["grpo", "ppo"])
+@pytest.mark.parametrize(
+    "algorithm", [pytest.param(GRPO_WITH_KL, id="grpo", marks=pytest.mark.soak), pytest.param(PPO, id="ppo")]
+)
 def test_resume_equals_uninterrupted_bitwise(task: Path, tmp_path: Path, algorithm: tuple[str, ...]) -> None:
     overrides = (*algorithm, "trainer.save_freq=2", "trainer.total_training_steps=4", "trainer.test_freq=2")
     whole = run_ppo(task, tmp_path / "whole", *overrides)

@@ -76,7 +76,7 @@ def events(run_dir: Path) -> list[dict[str, Any]]:
     return [event for event in read_lines(run_dir / EVENTS) if event["kind"] == "checkpoint"]
 
 
-@pytest.mark.parametrize("background", ["true", "false"])
+@pytest.mark.parametrize("background", ["true", pytest.param("false", marks=pytest.mark.soak)])
 def test_full_disk_loses_a_checkpoint_and_not_the_run(background: str, task: Path, tmp_path: Path) -> None:
     assert run_with_a_full_disk_at(task, tmp_path, [2, 3], f"trainer.checkpoint.async_save={background}") == 0
     assert checkpoint_steps(tmp_path / "run") == [4]

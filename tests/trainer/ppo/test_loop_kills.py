@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
@@ -9,6 +10,7 @@ from safetensors import safe_open
 
 from tests.kills import BEGIN, Kill, Outcome, run_and_kill
 from tests.runs import make_task, metrics_of, ppo_arguments, repeatable, run_ppo
+from tests.warm import warm_python
 from trainer.checkpoint.resume import find_latest
 from trainer.run.run_dir import ROLLOUTS, SAMPLES, checkpoint_steps
 
@@ -71,7 +73,8 @@ def test_two_kills_leave_the_run_bitwise_identical(task: Path, tmp_path: Path) -
     whole = tmp_path / "whole"
     run_ppo(task, whole, *options, f"trainer.rollout_data_dir={whole / ROLLOUTS}")
     check_cover(whole)
-    assert kill_and_compare(task, tmp_path, options, kills, whole)
+    with warm_python(tmp_path) as python:
+        assert kill_and_compare(task, tmp_path, options, kills, whole, last="local", python=python)
 
 
 @pytest.mark.soak
@@ -146,8 +149,11 @@ def arguments(task: Path, run_dir: Path, options: Sequence[str]) -> list[str]:
     return ppo_arguments(task, run_dir, *options, f"trainer.rollout_data_dir={run_dir / ROLLOUTS}")
 
 
-def kill_and_compare(task: Path, folder: Path, options: Sequence[str], kills: Sequence[Kill], whole: Path) -> list[Outcome]:
+def kill_and_compare(
+    task: Path, folder: Path, options: Sequence[str], kills: Sequence[Kill], whole: Path, **starts: Any
+) -> list[Outcome]:
+    """starts: options of run_and_kill."""
     run_dir = folder / "killed"
-    outcomes = run_and_kill(arguments(task, run_dir, options), run_dir, kills, folder / "notes")
+    outcomes = run_and_kill(arguments(task, run_dir, options), run_dir, kills, folder / "notes", **starts)
     assert differences(run_dir, whole) == []
     return outcomes

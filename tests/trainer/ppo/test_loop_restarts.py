@@ -1,6 +1,7 @@
 """A worker fails, and the run restarts by itself: in one process, on the PPO loop."""
 
 import re
+import shutil
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -33,7 +34,15 @@ def whole(task: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str
     return repeatable(run_ppo(task, run_dir, *FOUR, loss_that(run_dir, "pass")))
 
 
-@pytest.mark.parametrize(("save_freq", "start"), [(2, "step 2"), (-1, "the beginning")])
+@pytest.fixture(scope="module")
+def saved_step(task: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that saved its only step."""
+    run_dir = tmp_path_factory.mktemp("saved")
+    run_ppo(task, run_dir, "trainer.total_training_steps=1", "trainer.save_freq=1")
+    return run_dir
+
+
+@pytest.mark.parametrize(("save_freq", "start"), [(2, "step 2"), pytest.param(-1, "the beginning", marks=pytest.mark.soak)])
 def test_restarted_run_resumes_from_the_last_checkpoint(
     task: Path, whole: list[dict[str, float]], tmp_path: Path, save_freq: int, start: str
 ) -> None:
@@ -94,9 +103,9 @@ def test_stopped_run_does_not_restart(task: Path, tmp_path: Path) -> None:
     assert events_of(tmp_path / "run") == []
 
 
-def test_restart_does_not_resume_an_earlier_run_in_the_directory(task: Path, tmp_path: Path) -> None:
+def test_restart_does_not_resume_an_earlier_run_in_the_directory(saved_step: Path, tmp_path: Path) -> None:
     """With resume_mode=disable: before its first step the run restarts from the beginning, then from its own checkpoints."""
-    run_ppo(task, tmp_path, "trainer.save_freq=1", "trainer.total_training_steps=1")
+    shutil.copytree(saved_step, tmp_path, dirs_exist_ok=True)
     lifecycle = RunLifecycle(
         compose("ppo_trainer", PPOConfig, ["trainer.max_restarts=2", "trainer.resume_mode=disable"]).trainer, tmp_path
     )
@@ -171,10 +180,10 @@ def test_out_of_memory_without_a_checkpoint_ends_the_run_instead_of_repeating_it
     ],
 )
 def test_restart_after_out_of_memory_repeats_a_limited_number_of_steps(
-    task: Path, tmp_path: Path, step: int, saved: int | None, overrides: tuple[str, ...], restarts: bool
+    saved_step: Path, tmp_path: Path, step: int, saved: int | None, overrides: tuple[str, ...], restarts: bool
 ) -> None:
     if saved is not None:
-        run_ppo(task, tmp_path, f"trainer.total_training_steps={saved}", "trainer.save_freq=1")
+        shutil.copytree(saved_step, tmp_path, dirs_exist_ok=True)
     lifecycle = lifecycle_at(step, tmp_path, *overrides)
     with nullcontext() if restarts else pytest.raises(ValueError, match=f"in step {step + 1}, .* would repeat "):
         lifecycle.handle_failure(OUT_OF_MEMORY)
@@ -183,8 +192,8 @@ def test_restart_after_out_of_memory_repeats_a_limited_number_of_steps(
     assert kept is None or kept.step == saved
 
 
-def test_supervised_run_that_saves_after_each_epoch_may_repeat_an_epoch(task: Path, tmp_path: Path) -> None:
-    run_ppo(task, tmp_path, "trainer.total_training_steps=1", "trainer.save_freq=1")
+def test_supervised_run_that_saves_after_each_epoch_may_repeat_an_epoch(saved_step: Path, tmp_path: Path) -> None:
+    shutil.copytree(saved_step, tmp_path, dirs_exist_ok=True)
     lifecycle = RunLifecycle(compose("sft_trainer", SFTConfig, ["trainer.save_freq=after_each_epoch"]).trainer, tmp_path)
     lifecycle.started, lifecycle.stopping.furthest = True, 40
     lifecycle.handle_failure(OUT_OF_MEMORY)

@@ -30,6 +30,7 @@ from workers.controller.rpc import worker_call
 ROOT = Path(__file__).parents[4]
 TOY = "tests.workers.controller.toy:Toy"
 WAYS = ["returns", "raises", "SIGINT", "SIGTERM", "SIGKILL"]
+ENDED = "test_ended_run_leaves_no_process_and_no_ray_directory"
 
 
 class Ended:
@@ -76,9 +77,11 @@ class Ended:
 
 
 @pytest.fixture(scope="module")
-def endings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
-    """All run at the same time, so that interference would show."""
-    runs = {way: Ended(way, tmp_path_factory.mktemp(way)) for way in WAYS}
+def endings(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
+    """Of the selected tests. All run at the same time, so that interference would show."""
+    names = {item.name for item in request.session.items}
+    ways = [way for way in WAYS if any(name.startswith(f"{ENDED}[{way}-") for name in names)]
+    runs = {way: Ended(way, tmp_path_factory.mktemp(way)) for way in ways}
     for run in runs.values():
         run.end()
     return runs
@@ -87,9 +90,9 @@ def endings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
 @pytest.mark.parametrize(
     ("way", "code", "report"),
     [
-        ("returns", 0, ""),
-        ("raises", 1, "RuntimeError: the run failed"),
-        ("SIGINT", -signal.SIGINT, "KeyboardInterrupt"),
+        pytest.param("returns", 0, "", marks=pytest.mark.soak),
+        pytest.param("raises", 1, "RuntimeError: the run failed", marks=pytest.mark.soak),
+        pytest.param("SIGINT", -signal.SIGINT, "KeyboardInterrupt", marks=pytest.mark.soak),
         ("SIGTERM", 128 + signal.SIGTERM, ""),
         ("SIGKILL", -signal.SIGKILL, ""),
     ],
@@ -154,8 +157,13 @@ def pair(backend: RayBackend) -> WorkerGroup:
     return backend.start_group("pair", ResourcePool((2,), "cpu", "pair"), TOY)
 
 
-def test_dead_raylet_leaves_no_agents(tmp_path: Path) -> None:
-    with RayBackend(run_dir=tmp_path, nnodes=1, n_gpus_per_node=1, device="cpu", ray_init={}):
+def test_batch_larger_than_the_object_store_is_sent_and_a_dead_raylet_leaves_no_agents(tmp_path: Path) -> None:
+    """75 MB is the minimum that Ray accepts; larger data spills to disk."""
+    rows, store = torch.arange(12 * 2**20), {"object_store_memory": 75 * 2**20}
+    with RayBackend(run_dir=tmp_path, nnodes=1, n_gpus_per_node=2, device="cpu", ray_init=store) as small:
+        group = small.start_group("mirrors", ResourcePool((2,), "cpu", "mirrors"), TOY)
+        for arrived in group.call(worker_call(Toy.same, rows), limit=Limit(100.0)).result():
+            assert torch.equal(arrived, rows)
         started = psutil.Process().children(recursive=True)
         (raylet,) = (
             process for process in started if process.name() == "raylet" and process.environ()[MARK].startswith(str(tmp_path))
@@ -165,15 +173,6 @@ def test_dead_raylet_leaves_no_agents(tmp_path: Path) -> None:
         raylet.kill()
         psutil.wait_procs([raylet], timeout=10)
     assert [agent for agent in agents if agent.is_running()] == []
-
-
-def test_batch_larger_than_the_object_store_is_sent(tmp_path: Path) -> None:
-    """75 MB is the minimum that Ray accepts; larger data spills to disk."""
-    rows, store = torch.arange(20 * 2**20), {"object_store_memory": 75 * 2**20}
-    with RayBackend(run_dir=tmp_path, nnodes=1, n_gpus_per_node=2, device="cpu", ray_init=store) as small:
-        group = small.start_group("mirrors", ResourcePool((2,), "cpu", "mirrors"), TOY)
-        for arrived in group.call(worker_call(Toy.same, rows), limit=Limit(100.0)).result():
-            assert torch.equal(arrived, rows)
 
 
 def test_blocked_object_store_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -289,7 +288,11 @@ def test_failure_does_not_wait_for_hanging_ranks(backend: RayBackend) -> None:
 
 @pytest.mark.parametrize(
     ("how", "cause", "words"),
-    [("signal", "by a signal", ""), ("crash", "by a signal", "Segmentation fault"), ("exit", "os._exit", "last words")],
+    [
+        pytest.param("signal", "by a signal", "", marks=pytest.mark.soak),
+        ("crash", "by a signal", "Segmentation fault"),
+        ("exit", "os._exit", "last words"),
+    ],
 )
 def test_dead_worker_is_named_with_its_cause(backend: RayBackend, how: str, cause: str, words: str) -> None:
     with started(backend, how) as group:

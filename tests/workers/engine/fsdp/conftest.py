@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-import torch.multiprocessing
 
 from tests.tiny import save_tiny_model
 from tests.turns import made_once, shared_folder
-from tests.workers.engine.fsdp import four_ranks as four
+from tests.workers.engine.forks import fork_ranks
 from tests.workers.engine.fsdp.cases import exported, train
-from tests.workers.engine.fsdp.two_ranks import main
+from tests.workers.engine.fsdp.four_ranks import main as four_ranks_main
+from tests.workers.engine.fsdp.two_ranks import main as two_ranks_main
 from tests.workers.engine.toy import one_rank, toy_engine
 
 Found = dict[str, Any]
@@ -42,7 +42,7 @@ def four_ranks(two_ranks: tuple[Path, list[Found]], models: dict[str, str]) -> t
     path, _ = two_ranks
 
     def find_out_in_four(done: Path) -> None:
-        torch.multiprocessing.spawn(four.spawned, args=(str(path), models), nprocs=1)
+        fork_ranks(four_ranks_main, (str(path), models), nprocs=4)
 
     made_once(path / "four_ranks", find_out_in_four)
     return path, [torch.load(path / f"four_{rank}.pt", weights_only=True) for rank in range(4)]
@@ -55,4 +55,4 @@ def find_out(models: dict[str, str], path: Path) -> None:
         engine.save(str(path / "one_rank"))
         saved = exported(engine)
         torch.save({"saved": saved, "grad_norm_on_one": train(engine, range(2, 4))["grad_norm"]}, path / "one_rank.pt")
-    torch.multiprocessing.spawn(main, args=(str(path), models), nprocs=2)
+    fork_ranks(two_ranks_main, (str(path), models), nprocs=2)

@@ -1,15 +1,12 @@
-"""Runs in four processes, once: resumes what two have saved, and shards tokens and copies. The tests read what is written.
+"""Runs in four processes, once: resumes what two have saved, and shards tokens and copies. The tests read what is written."""
 
-One process is spawned and forks: torch is imported once.
-"""
-
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing
 from torch import Tensor
 
 from tests.workers.engine.fsdp.cases import all_cuts, exported, invariance_batch, lopsided, train, training_batch
@@ -28,13 +25,9 @@ CUTS: dict[str, dict[str, int]] = {
     "hsdp 2x2 ulysses 2": {"fsdp_size": 2, "ulysses_sequence_parallel_size": 2},
     "hsdp 4x1 ulysses 4": {"fsdp_size": 1, "ulysses_sequence_parallel_size": 4},
 }
+IN_FLOAT32 = ("ulysses 4", "hsdp 2x2 ulysses 2")
 OUTPUTS = {"log_probs", "entropy", "sampled_entropy", "sum_pi_squared", "top_log_probs", "all_log_probs"}
 KV_HEADS = (1, 2, 4)
-
-
-def spawned(_: int, directory: str, models: dict[str, str]) -> None:
-    torch.set_num_threads(1)
-    torch.multiprocessing.start_processes(main, args=(directory, models), nprocs=4, start_method="fork")
 
 
 def main(rank: int, directory: str, models: dict[str, str]) -> None:
@@ -59,15 +52,29 @@ def from_two_ranks(rank: int, path: Path, models: dict[str, str]) -> dict[str, A
 
 
 def invariance(rank: int, path: Path, models: dict[str, str]) -> dict[str, dict[str, Tensor]]:
+    return gradients_of(rank, models, torch.float64, CUTS) | gradients_of(rank, models, torch.float32, IN_FLOAT32)
+
+
+def gradients_of(rank: int, models: dict[str, str], dtype: torch.dtype, names: Iterable[str]) -> dict[str, dict[str, Tensor]]:
     found = {}
-    for dtype in (torch.float64, torch.float32):
-        batch = invariance_batch("token-mean", dtype)
-        for name, changes in CUTS.items():
-            engine = toy_engine(models["qwen2"], dtype=str(dtype).removeprefix("torch."), **changes)
-            for by, (shares, plans) in all_cuts(batch, engine.mesh.dp_size).items():
-                grads = gradients(engine, shares[engine.mesh.dp_rank], plans[engine.mesh.dp_rank], ToyLoss())
-                found[f"{dtype} {name} {by}"] = grads if rank == 0 else {}
+    batch = invariance_batch("token-mean", dtype)
+    for name in names:
+        engine = toy_engine(models["qwen2"], dtype=str(dtype).removeprefix("torch."), **CUTS[name])
+        for by, (shares, plans) in all_cuts(batch, engine.mesh.dp_size).items():
+            grads = gradients(engine, shares[engine.mesh.dp_rank], plans[engine.mesh.dp_rank], ToyLoss())
+            found[f"{dtype} {name} {by}"] = grads if rank == 0 else {}
     return found
+
+
+def soak(rank: int, directory: str, models: dict[str, str]) -> None:
+    """The cuts that ``invariance`` leaves out."""
+    torch.set_num_threads(1)
+    path = Path(directory)
+    dist.init_process_group("gloo", init_method=f"file://{path / 'rendezvous'}", rank=rank, world_size=4)
+    torch.save(
+        gradients_of(rank, models, torch.float32, [name for name in CUTS if name not in IN_FLOAT32]), path / f"soak_{rank}.pt"
+    )
+    dist.destroy_process_group()
 
 
 def sliding_window(rank: int, path: Path, models: dict[str, str]) -> dict[str, Tensor]:

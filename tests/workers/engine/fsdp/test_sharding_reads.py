@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import AutoModelForCausalLM
 
 from tests.tiny import save_tiny_model
+from tests.workers.engine.forks import fork_ranks
 from tests.workers.engine.toy import toy_engine
 from workers.engine import stored_weights
 from workers.engine.fsdp.fsdp_engine import FSDPEngine
@@ -112,7 +113,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
             AutoModelForCausalLM.from_pretrained(folder, dtype="auto").save_pretrained(folder, max_shard_size="20KB")
             (path / name / "model.safetensors").unlink()
             assert len([*(path / name).glob("*.safetensors")]) > 1
-    torch.multiprocessing.spawn(main, args=(str(path),), nprocs=2)
+    fork_ranks(main, (str(path),), nprocs=2)
     return [torch.load(path / f"rank_{rank}.pt", weights_only=True) for rank in range(2)]
 
 

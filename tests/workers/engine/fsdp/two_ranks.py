@@ -1,12 +1,13 @@
 """Runs in two processes: everything that needs two ranks, once. The tests look at what is written here."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from configs.schema.common import TiledMLPConfig
+from configs.schema.common import AggMode, TiledMLPConfig
 from scripts.bench.memory import Alive
 from tests.tiny import save_tiny_model
 from tests.workers.engine.fsdp.cases import MODES, all_cuts, exported, invariance_batch, shards, train, training_batch
@@ -43,14 +44,26 @@ def main(rank: int, directory: str, models: dict[str, str]) -> None:
 
 
 def invariance(rank: int, path: Path, models: dict[str, str]) -> dict[str, Any]:
+    return gradients_of(rank, models, torch.float64, MODES) | gradients_of(rank, models, torch.float32, MODES[:1])
+
+
+def gradients_of(rank: int, models: dict[str, str], dtype: torch.dtype, modes: Sequence[AggMode]) -> dict[str, Any]:
     found = {}
-    for dtype in (torch.float64, torch.float32):
-        engine = toy_engine(models["qwen2"], dtype=str(dtype).removeprefix("torch."))
-        for mode in MODES:
-            for name, (shares, plans) in all_cuts(invariance_batch(mode, dtype), 2).items():
-                grads = gradients(engine, shares[rank], plans[rank], ToyLoss())
-                found[f"{dtype} {mode} {name}"] = grads if rank == 0 else {}
+    engine = toy_engine(models["qwen2"], dtype=str(dtype).removeprefix("torch."))
+    for mode in modes:
+        for name, (shares, plans) in all_cuts(invariance_batch(mode, dtype), 2).items():
+            grads = gradients(engine, shares[rank], plans[rank], ToyLoss())
+            found[f"{dtype} {mode} {name}"] = grads if rank == 0 else {}
     return found
+
+
+def soak(rank: int, directory: str, models: dict[str, str]) -> None:
+    """The modes that ``invariance`` leaves out."""
+    torch.set_num_threads(1)
+    path = Path(directory)
+    dist.init_process_group("gloo", init_method=f"file://{path / 'rendezvous'}", rank=rank, world_size=2)
+    torch.save(gradients_of(rank, models, torch.float32, MODES[1:]), path / f"soak_{rank}.pt")
+    dist.destroy_process_group()
 
 
 def accumulation(rank: int, path: Path, models: dict[str, str]) -> dict[str, Any]:
@@ -130,6 +143,7 @@ def value_head(rank: int, path: Path, models: dict[str, str]) -> dict[str, Any]:
     engine = toy_engine(models["qwen2"], "value")
     metrics = train(engine, range(3), ValueLoss())
     engine.save(str(path / "critic"))
+    dist.barrier()  # each rank returns when its own file is there
     resumed = toy_engine(models["qwen2"], "value")
     resumed.load(str(path / "critic"))
     weights, resumed_weights = exported(engine), exported(resumed)
@@ -215,6 +229,7 @@ def lora(rank: int, path: Path, models: dict[str, str]) -> dict[str, Any]:
     engine.forward(shares[rank], plans[rank], {"log_probs"}, adapter=False)
     metrics = train(engine, range(3))
     engine.save(str(path / "lora"))
+    dist.barrier()  # each rank returns when its own file is there
     resumed = toy_engine(models["qwen3"], **changes)
     resumed.load(str(path / "lora"))
     cut_tokens = toy_engine(models["qwen3"], ulysses_sequence_parallel_size=2, **changes)

@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-import torch.multiprocessing
 
 from tests.turns import made_once, shared_folder
+from tests.workers.engine.forks import fork_ranks
 from tests.workers.engine.megatron.cases import save_models
 from tests.workers.engine.megatron.rank import main
 
 Found = dict[str, Any]
+MODULES = ["workers.engine.megatron.megatron_engine", "workers.engine.fsdp.fsdp_engine"]
 
 
 @pytest.fixture(scope="session")
@@ -30,7 +31,7 @@ def path_of(models: dict[str, str], tmp_path_factory: pytest.TempPathFactory) ->
         if torch.cuda.is_available():
             pytest.skip("Megatron takes the GPUs: test_engine_cuda.py")
         folder = shared_folder(tmp_path_factory) / f"megatron_ranks_{size}"
-        return made_once(folder, lambda path: torch.multiprocessing.spawn(main, args=(size, str(path), models), nprocs=size))
+        return made_once(folder, lambda path: fork_ranks(main, (size, str(path), models), size, MODULES))
 
     return of
 

@@ -55,7 +55,10 @@ class Case:
 
 @pytest.fixture(
     scope="module",
-    params=[("vllm", "float32"), ("vllm", "bfloat16"), pytest.param(("sglang", "float32"), marks=pytest.mark.soak)],
+    params=[
+        ("vllm", "float32"),
+        *(pytest.param(case, marks=pytest.mark.soak) for case in (("vllm", "bfloat16"), ("sglang", "float32"))),
+    ],
     ids=lambda param: "-".join(param),
 )
 def shared(request: pytest.FixtureRequest, worker: Worker, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Case]:

@@ -57,7 +57,10 @@ class Case:
         return WeightSync(self.engine, cast(Any, self.source), config, rank=0)
 
 
-@pytest.fixture(scope="module", params=zip(ADAPTERS, ["qwen2", "qwen3"], [False, True], strict=True), ids=lambda param: param[0])
+FIRST, OTHER = zip(ADAPTERS, ["qwen2", "qwen3"], [False, True], strict=True)
+
+
+@pytest.fixture(scope="module", params=[FIRST, pytest.param(OTHER, marks=pytest.mark.soak)], ids=lambda param: param[0])
 def shared(request: pytest.FixtureRequest, worker: Worker, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Case]:
     name, architecture, tied = request.param
     case = Case(worker, tmp_path_factory.mktemp("model"), ADAPTERS[name], architecture, tied)
