@@ -28,8 +28,9 @@ def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerGroup]:
         yield start_workers(backend)
 
 
-@pytest.mark.soak
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name.startswith("embedded") else [pytest.mark.soak]) for name in RUNS]
+)
 def test_two_stages(workers: WorkerGroup, name: str, tmp_path: Path) -> None:
     engine, size, changes = RUNS[name]
     run = Run(workers, tmp_path / "model", engine, size, verify_weights="full", sharding=megatron_config(pp=2), **changes)
