@@ -101,16 +101,14 @@ class RewardRunner:
     def finish(self) -> list[Score]:
         """Wait for the scores of all submitted responses; returns them by place. Raises as submit does."""
         places = sorted(self._answers)
-        if self._function is not None:
-            for place, score in zip(
-                places, score_all(self._function, [self._answers[i] for i in places], self._threads), strict=True
-            ):
-                self._add_scores({place: score})
-        else:
-            with self._closed_on_error():
-                while len(self._scores) < len(self._answers):
-                    self._give(_CHUNKS_PER_PROCESS)
-                    self._turn(wait=True)
+        with self._closed_on_error():
+            if self._function is not None:
+                scores = score_all(self._function, [self._answers[place] for place in places], self._threads)
+                for place, score in zip(places, scores, strict=True):
+                    self._add_scores({place: score})
+            while len(self._scores) < len(self._answers):
+                self._give(_CHUNKS_PER_PROCESS)
+                self._turn(wait=True)
         found = [self._scores[place] for place in places]
         self._forget()
         return found
