@@ -96,9 +96,10 @@ class RemoteRollout:
         if self._slept:
             self.sync_weights(self._version)
         scheduler = RolloutScheduler(
-            prompts.lengths.tolist(), group_size, n_replicas=len(self.mesh.output_ranks), slots=self._slots,
-            max_tokens=sampling.max_tokens, balance=self._balance,
-        )  # fmt: skip
+            n_replicas=len(self.mesh.output_ranks), slots=self._slots, max_tokens=sampling.max_tokens, balance=self._balance
+        )
+        for first in range(0, len(prompts), group_size):
+            scheduler.admit(range(first, first + group_size), int(prompts.lengths[first]))
         prompts = prompts.with_rows(id=torch.arange(len(prompts)))
         none = prompts.select([])
         calls: set[StartedCall[Batch]] = set()
@@ -106,7 +107,8 @@ class RemoteRollout:
         with self._reporting(len(prompts)) as report:
             while True:
                 ended = {call.replica: Ended(one.rows["id"].tolist(), one.lengths.tolist()) for call, one in results.items()}
-                for replica, rows in scheduler.turn(ended).items():
+                scheduler.record(ended)
+                for replica, rows in scheduler.calls().items():
                     new = prompts.select(rows) if rows else none
                     calls.add(self._advance(replica, new, sampling, scheduler.held(replica)))
                 report(ended.values())

@@ -11,8 +11,8 @@ whole turns. A turn is ``steps`` engine steps on every replica that has work; it
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal
 
 Balance = Literal["tokens", "static"]
@@ -27,25 +27,30 @@ class Ended:
     lengths: Sequence[int]
 
 
-class RolloutScheduler:
-    """Distributes the rows of one batch of prompts.
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """Rows with the same prompt. order: number of admission. tokens: prompt tokens for each row, the prompt counted once."""
 
-    prompt_lengths: tokens of each row's prompt. group_size: number of consecutive rows with the same prompt. slots: sequences
-    that a replica runs at the same time (max_num_seqs). max_tokens: of a response, its expected length until one has ended.
-    balance: "static" gives all groups away in the first turn, in rotation.
+    order: int
+    rows: tuple[int, ...]
+    tokens: float
+
+
+class RolloutScheduler:
+    """Distributes groups of rows that are admitted between turns.
+
+    slots: sequences that a replica runs at the same time (max_num_seqs). max_tokens: of a response, its expected length until one
+    has ended. balance: "static" gives all waiting groups away in a turn, in rotation.
     """
 
-    def __init__(
-        self, prompt_lengths: Sequence[int], group_size: int, *, n_replicas: int, slots: int, max_tokens: int, balance: Balance
-    ) -> None:
-        self._prompt_lengths = prompt_lengths
-        self._waiting = deque(range(start, start + group_size) for start in range(0, len(prompt_lengths), group_size))
-        self._running: list[set[int]] = [set() for _ in range(n_replicas)]
-        """By replica: the rows that it has."""
+    def __init__(self, *, n_replicas: int, slots: int, max_tokens: int, balance: Balance) -> None:
+        self._waiting: deque[_Group] = deque()
+        self._running: list[dict[int, _Group]] = [{} for _ in range(n_replicas)]
+        """By replica: the rows that it has, with their groups."""
         self._prompt_tokens = [0.0] * n_replicas
         """By replica: the prompts of these rows, each counted once."""
         self._called: set[int] = set()
-        self._group_size = group_size
+        self._n_admitted = self._n_placed = 0
         self._n_held = int(RESERVE * slots)
         self._mean_length = float(max_tokens)
         self._n_ended = self._ended_tokens = 0
@@ -54,49 +59,69 @@ class RolloutScheduler:
     @property
     def unfinished(self) -> int:
         """Number of rows that wait or run."""
-        return len(self._waiting) * self._group_size + sum(map(len, self._running))
+        return sum(len(group.rows) for group in self._waiting) + sum(map(len, self._running))
 
     def held(self, replica: int) -> int:
         """Number of rows that a replica has."""
         return len(self._running[replica])
 
-    def turn(self, ended: Mapping[int, Ended]) -> dict[int, list[int]]:
-        """Calls to start: by replica, the rows to be submitted (often none).
+    def admit(self, rows: Sequence[int], prompt_tokens: int) -> None:
+        """Queue rows with the same prompt."""
+        self._waiting.append(_Group(self._n_admitted, tuple(rows), prompt_tokens / len(rows)))
+        self._n_admitted += 1
 
-        ended: results of calls, by replica. A replica gets no call before the result of its last one.
+    def requeue(self) -> list[int]:
+        """Take all rows back from the replicas: they wait again, in the order of their admission. Returns the rows that ran.
+
+        For the moment after a weight sync, between turns: the engines have dropped them with their caches.
         """
+        if self._called:
+            raise RuntimeError(f"replicas {sorted(self._called)} have not returned from their calls")
+        taken = [(group, row) for running in self._running for row, group in running.items()]
+        groups = {group.order: replace(group, rows=()) for group, _ in taken}
+        for group, row in sorted(taken, key=lambda item: (item[0].order, item[0].rows.index(item[1]))):
+            groups[group.order] = replace(groups[group.order], rows=(*groups[group.order].rows, row))
+        self._waiting.extendleft(groups[order] for order in sorted(groups, reverse=True))
+        for running in self._running:
+            running.clear()
+        self._prompt_tokens = [0.0] * len(self._running)
+        self._n_placed = 0
+        return [row for order in sorted(groups) for row in groups[order].rows]
+
+    def record(self, ended: Mapping[int, Ended]) -> None:
+        """Take the results of calls, by replica."""
         for replica, results in ended.items():
             self._called.remove(replica)
-            self._running[replica].difference_update(results.rows)
-            self._prompt_tokens[replica] -= sum(self._prompt_lengths[row] for row in results.rows) / self._group_size
+            for row in results.rows:
+                self._prompt_tokens[replica] -= self._running[replica].pop(row).tokens
             self._n_ended += len(results.rows)
             self._ended_tokens += sum(results.lengths)
         if self._n_ended:
             self._mean_length = self._ended_tokens / self._n_ended
+
+    def calls(self) -> dict[int, list[int]]:
+        """Calls to start now: by replica, the rows to be submitted (often none). Not before the result of a replica's last call."""
         new: list[list[int]] = [[] for _ in self._running]
-        for replica in self._places():
+        while self._waiting and (replica := self._place(self._waiting[0])) is not None:
             group = self._waiting.popleft()
-            new[replica] += group
-            self._running[replica].update(group)
-            self._prompt_tokens[replica] += self._prompt_lengths[group[0]]
+            new[replica] += group.rows
+            self._running[replica] |= dict.fromkeys(group.rows, group)
+            self._prompt_tokens[replica] += group.tokens * len(group.rows)
+            self._n_placed += 1
         calls = {replica: rows for replica, rows in enumerate(new) if self._running[replica] and replica not in self._called}
         self._called.update(calls)
         return calls
 
-    def _places(self) -> Iterator[int]:
-        """Replica for each group that is to be submitted now, in order."""
+    def _place(self, group: _Group) -> int | None:
+        """Replica for a group that is to be submitted now; None: it waits."""
         if self._balance == "static":
-            yield from (i % len(self._running) for i in range(len(self._waiting)))
-            return
-        while self._waiting:
-            room = [
-                i
-                for i, rows in enumerate(self._running)
-                if i not in self._called and (not rows or len(rows) + self._group_size <= self._n_held)
-            ]
-            if not room:
-                return
-            yield min(room, key=lambda i: (self._outstanding(i), i))
+            return self._n_placed % len(self._running)
+        room = [
+            i
+            for i, rows in enumerate(self._running)
+            if i not in self._called and (not rows or len(rows) + len(group.rows) <= self._n_held)
+        ]
+        return min(room, key=lambda i: (self._outstanding(i), i), default=None)
 
     def _outstanding(self, replica: int) -> float:
         """Expected tokens of a replica's rows. What a response has so far says nothing about its rest: each counts fully."""

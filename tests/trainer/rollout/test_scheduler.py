@@ -3,6 +3,7 @@
 import heapq
 import random
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 
@@ -48,19 +49,26 @@ def lengths_by_group(n_groups: int, *, mean: float, longest: int, seed: int) -> 
     return [min(longest, 1 + int(drawn.expovariate(1 / each))) for each in means for _ in range(8)]
 
 
+def scheduler_of(n_rows: int, group_size: int, prompt: int, **settings: Any) -> RolloutScheduler:
+    """Scheduler that has admitted groups of prompts of ``prompt`` tokens."""
+    scheduler = RolloutScheduler(**settings)
+    for first in range(0, n_rows, group_size):
+        scheduler.admit(range(first, first + group_size), prompt)
+    return scheduler
+
+
 def simulate(
     lengths: list[int], balance: Balance, *, n_replicas: int = 2, slots: int = 256, group_size: int = 8
 ) -> tuple[float, dict[int, int]]:
     """(seconds, replica of each row). A turn takes as long as its slowest replica, as where placement is to be repeatable."""
-    scheduler = RolloutScheduler(
-        [100] * len(lengths), group_size, n_replicas=n_replicas, slots=slots, max_tokens=8192, balance=balance
-    )
+    scheduler = scheduler_of(len(lengths), group_size, 100, n_replicas=n_replicas, slots=slots, max_tokens=8192, balance=balance)
     engines = [FakeEngine(slots) for _ in range(n_replicas)]
     place: dict[int, int] = {}
-    seconds, ended = 0.0, dict[int, Ended]()
-    while calls := scheduler.turn(ended):
+    seconds = 0.0
+    while calls := scheduler.calls():
         before = [engine.seconds for engine in engines]
         ended = {i: engines[i].advance([(row, lengths[row]) for row in rows], STEPS) for i, rows in calls.items()}
+        scheduler.record(ended)
         seconds += max(engine.seconds - start for engine, start in zip(engines, before, strict=True))
         place |= {row: i for i, rows in calls.items() for row in rows}
     assert scheduler.unfinished == 0
@@ -76,18 +84,23 @@ def test_every_row_is_submitted_once_and_groups_stay_together(balance: Balance) 
     assert set(place.values()) == {0, 1, 2}
 
 
+def turn(scheduler: RolloutScheduler, ended: dict[int, Ended]) -> dict[int, list[int]]:
+    scheduler.record(ended)
+    return scheduler.calls()
+
+
 def test_static_placement_rotates_and_submits_everything_at_once() -> None:
-    scheduler = RolloutScheduler([3] * 10, 2, n_replicas=2, slots=1, max_tokens=5, balance="static")
-    assert scheduler.turn({}) == {0: [0, 1, 4, 5, 8, 9], 1: [2, 3, 6, 7]}
-    assert scheduler.turn({1: Ended([2, 3, 6], [1] * 3)}) == {1: []}, "the call on replica 0 is not over"
-    assert scheduler.turn({1: Ended([7], [1])}) == {} and scheduler.unfinished == 6
-    assert scheduler.turn({0: Ended([0, 1, 4, 5, 8, 9], [1] * 6)}) == {} and scheduler.unfinished == 0
+    scheduler = scheduler_of(10, 2, 3, n_replicas=2, slots=1, max_tokens=5, balance="static")
+    assert scheduler.calls() == {0: [0, 1, 4, 5, 8, 9], 1: [2, 3, 6, 7]}
+    assert turn(scheduler, {1: Ended([2, 3, 6], [1] * 3)}) == {1: []}, "the call on replica 0 is not over"
+    assert turn(scheduler, {1: Ended([7], [1])}) == {} and scheduler.unfinished == 6
+    assert turn(scheduler, {0: Ended([0, 1, 4, 5, 8, 9], [1] * 6)}) == {} and scheduler.unfinished == 0
 
 
 def test_one_replica_gets_everything_in_order_however_it_is_balanced() -> None:
     for balance in ("static", "tokens"):
-        scheduler = RolloutScheduler([3] * 6, 2, n_replicas=1, slots=8, max_tokens=5, balance=balance)
-        assert scheduler.turn({}) == {0: [0, 1, 2, 3, 4, 5]}
+        scheduler = scheduler_of(6, 2, 3, n_replicas=1, slots=8, max_tokens=5, balance=balance)
+        assert scheduler.calls() == {0: [0, 1, 2, 3, 4, 5]}
 
 
 @pytest.mark.parametrize(("n_groups", "slots"), [(128, 128), (256, 64)])
@@ -102,3 +115,16 @@ def test_two_replicas_take_the_time_of_one_queue_over_both(n_groups: int, slots:
             found.append(simulate(lengths, balance, slots=slots)[0] / both.seconds)
     print(ratios)
     assert max(ratios["tokens"]) < 1.05 and max(ratios["tokens"]) < max(ratios["static"])
+
+
+def test_requeued_rows_wait_in_the_order_of_their_admission() -> None:
+    scheduler = scheduler_of(12, 2, 3, n_replicas=2, slots=4, max_tokens=5, balance="tokens")
+    assert scheduler.calls() == {0: [0, 1, 4, 5], 1: [2, 3, 6, 7]}
+    with pytest.raises(RuntimeError, match=r"replicas \[0, 1\] have not returned"):
+        scheduler.requeue()
+    assert turn(scheduler, {0: Ended([4, 1], [2, 2]), 1: Ended([2, 3], [2, 2])}) == {0: [8, 9], 1: [10, 11]}
+    scheduler.record({0: Ended([], []), 1: Ended([6], [9])})
+    assert scheduler.requeue() == [0, 5, 7, 8, 9, 10, 11] and scheduler.unfinished == 7
+    scheduler.admit([12, 13], 3)
+    # In turn to the replica with the fewest outstanding tokens: 3.4 of each row, 1.5 of its share of the prompt.
+    assert scheduler.calls() == {0: [0, 7, 10, 11], 1: [5, 8, 9, 12, 13]}
