@@ -91,8 +91,12 @@ class Dummy:
         """Complete all responses in the first call."""
         lengths = prompts.rows["seed"] % CLOCK.longest + 1
         ids, finished = torch.randint(2, 12, (int(lengths.sum()),)), torch.zeros(len(lengths), dtype=torch.int64)
-        rows = {"id": prompts.rows["id"], "finished": finished, "weight_version": finished}
-        return Batch(lengths, {"input_ids": ids, "rollout_log_probs": torch.full((len(ids),), -2.0)}, rows)
+        tokens = {
+            "input_ids": ids,
+            "rollout_log_probs": torch.full((len(ids),), -2.0),
+            "weight_version": torch.zeros_like(ids).int(),
+        }
+        return Batch(lengths, tokens, {"id": prompts.rows["id"], "finished": finished})
 
     def forward(self, role: str, batch: Batch, plan: MicroBatches, outputs: list[str], adapter: bool) -> Batch:
         return Batch(batch.lengths, {name: torch.full((batch.total_tokens,), -2.0) for name in outputs})

@@ -301,7 +301,7 @@ class Loop:
         return batch.with_tokens(**columns)
 
     def sync_weights(self, step: int) -> None:
-        """Transfer the actor's weights to the rollout engine; responses record ``step`` as their weight_version."""
+        """Transfer the actor's weights to the rollout engine; sampled tokens record ``step`` as their weight_version."""
         with self.trainer.phases("sync"):
             self.trainer.metrics |= plain_numbers(self.rollout.sync_weights(step))
 

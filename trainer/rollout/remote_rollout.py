@@ -90,8 +90,8 @@ class RemoteRollout:
         prompts: input_ids, with rows["seed"] and rows["greedy"] (1: greedy, whatever ``sampling`` is). group_size: number of
         consecutive rows with the same prompt; they go to one engine, which computes the prompt once.
 
-        Yielded tokens: input_ids, rollout_log_probs (T,). Yielded rows (B,): id (row of ``prompts``), finished (1: terminated, 0:
-        truncated), weight_version.
+        Yielded tokens: input_ids, rollout_log_probs, weight_version (T,). Yielded rows (B,): id (row of ``prompts``), finished
+        (1: terminated, 0: truncated).
         """
         if self._slept:
             self.sync_weights(self._version)

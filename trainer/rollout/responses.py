@@ -32,18 +32,23 @@ def decode_responses(answers: Batch, tokenizer: PreTrainedTokenizerBase) -> list
 
 
 def join_responses(questions: Batch, answers: Batch) -> Batch:
-    """Concatenate each prompt with its response; tokens: input_ids, response_mask, rollout_log_probs (0 in prompts), all (T,)."""
+    """Concatenate each prompt with its response.
+
+    Tokens (T,): input_ids, response_mask, rollout_log_probs (0 in prompts), weight_version (-1 in prompts).
+    """
     whole = Batch(questions.lengths + answers.lengths)
     is_answer = whole.positions() >= torch.repeat_interleave(questions.lengths, whole.lengths)
     # masked_scatter fills the positions of a mask in order, which merges the two flat batches without a loop over rows.
     ids = torch.empty(len(is_answer), dtype=torch.int64).masked_scatter_(~is_answer, questions.tokens["input_ids"])
     log_probs = torch.zeros(len(is_answer))
+    versions = torch.full((len(is_answer),), -1, dtype=torch.int32)
     return Batch(
         lengths=whole.lengths,
         tokens={
             "input_ids": ids.masked_scatter_(is_answer, answers.tokens["input_ids"]),
             "response_mask": is_answer.float(),
             "rollout_log_probs": log_probs.masked_scatter_(is_answer, answers.tokens["rollout_log_probs"]),
+            "weight_version": versions.masked_scatter_(is_answer, answers.tokens["weight_version"]),
         },
         rows={"prompt_length": questions.lengths} | answers.rows,
     )

@@ -203,8 +203,8 @@ class Sampler:
         overlap: see ``next_batch``; its columns are added.
 
         Returns a batch with these columns:
-        tokens: input_ids, response_mask, rollout_log_probs; model_rewards if a model scores single tokens.
-        rows: uid, sample, prompt_length, score, finished, weight_version, reward_failed.
+        tokens: input_ids, response_mask, rollout_log_probs, weight_version; model_rewards if a model scores single tokens.
+        rows: uid, sample, prompt_length, score, finished, reward_failed.
         objects: prompt, response, ground_truth, data_source, reward_extra, reward_error.
         """
         each = n + (trains and self.with_baselines)

@@ -100,7 +100,7 @@ class RolloutScheduler:
             self._mean_length = self._ended_tokens / self._n_ended
 
     def calls(self) -> dict[int, list[int]]:
-        """Calls to start now: by replica, the rows to be submitted (often none). Not before the result of a replica's last call."""
+        """Calls to start: by replica, the rows to be submitted (often none). A replica has one call at a time."""
         new: list[list[int]] = [[] for _ in self._running]
         while self._waiting and (replica := self._place(self._waiting[0])) is not None:
             group = self._waiting.popleft()

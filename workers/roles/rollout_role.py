@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from workers.batch import Batch
 from workers.metric import Metric, Metrics
@@ -65,11 +66,12 @@ class RolloutRole:
     def advance(self, prompts: Batch, sampling: Sampling, steps: int) -> Batch:
         """Submit prompts and run the engine for at most ``steps`` steps; returns the responses that ended, as they did.
 
-        prompts: rows of input_ids, with rows["id"] (unique among unfinished requests), rows["seed"] and rows["greedy"] (1:
-        greedy, whatever ``sampling`` is). May be empty.
+        prompts: rows of input_ids, with rows["id"] (unique among unfinished requests), rows["seed"], rows["greedy"] (1: greedy,
+        whatever ``sampling`` is) and, optional, rows["begun"] (number of last tokens that are the beginning of the response, not
+        returned again). May be empty.
 
-        Returned tokens: input_ids, rollout_log_probs (T,). Returned rows: id, finished (1: terminated, 0: truncated),
-        weight_version.
+        Returned tokens: input_ids, rollout_log_probs, weight_version (T,). Returned rows: id, finished (1: terminated, 0:
+        truncated).
         """
         self.memory_scheduler.enter("generate")
         self.rollout.submit(requests_of(prompts, sampling))
@@ -80,6 +82,10 @@ class RolloutRole:
             steps -= 1
         return answers(ended)
 
+    def suspend(self) -> Batch:
+        """Take all unfinished requests from the engine; returns what it has sampled for them, with the columns of ``advance``."""
+        return answers(self.rollout.abort())
+
     def stats(self) -> dict[str, float]:
         """The engine's counters since the last call; see Rollout.stats."""
         return self.rollout.stats()
@@ -87,10 +93,12 @@ class RolloutRole:
 
 def requests_of(prompts: Batch, sampling: Sampling) -> list[Request]:
     greedy = replace(sampling, temperature=0.0)
-    columns = (prompts.rows[name].tolist() for name in ("id", "seed", "greedy"))
+    columns = [prompts.rows[name].tolist() for name in ("id", "seed", "greedy")]
+    begun = prompts.rows.get("begun", torch.zeros_like(prompts.lengths))
+    ends = (prompts.lengths - begun).tolist()
     return [
-        Request(id=id, prompt_ids=tuple(ids.tolist()), sampling=greedy if is_greedy else sampling, seed=seed)
-        for ids, id, seed, is_greedy in zip(prompts.split_rows("input_ids"), *columns, strict=True)
+        Request(id, tuple(ids[:end]), greedy if is_greedy else sampling, seed, response_ids=tuple(ids[end:]))
+        for ids, end, id, seed, is_greedy in zip(map(Tensor.tolist, prompts.split_rows("input_ids")), ends, *columns, strict=True)
     ]
 
 
@@ -101,10 +109,10 @@ def answers(completions: list[Completion]) -> Batch:
         tokens={
             "input_ids": torch.tensor([token for c in completions for token in c.token_ids], dtype=torch.int64),
             "rollout_log_probs": torch.tensor([value for c in completions for value in c.log_probs], dtype=torch.float32),
+            "weight_version": torch.tensor([version for c in completions for version in c.versions], dtype=torch.int32),
         },
         rows={
             "id": torch.tensor([c.id for c in completions], dtype=torch.int64),
             "finished": torch.tensor([c.finish_reason == "stop" for c in completions], dtype=torch.int64),
-            "weight_version": torch.tensor([c.versions[-1] for c in completions], dtype=torch.int64),
         },
     )

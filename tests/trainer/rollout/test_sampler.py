@@ -57,8 +57,12 @@ class Engine:
         ids = ids[torch.stack([torch.ones(n), torch.ones(n), finished], dim=1).bool()] if self.cut else ids.flatten()
         whole = Batch(
             lengths=self.length + finished,
-            tokens={"input_ids": ids, "rollout_log_probs": torch.zeros(len(ids))},
-            rows={"id": torch.arange(n), "finished": finished, "weight_version": torch.zeros(n, dtype=torch.int64)},
+            tokens={
+                "input_ids": ids,
+                "rollout_log_probs": torch.zeros(len(ids)),
+                "weight_version": torch.full((len(ids),), 3).int(),
+            },
+            rows={"id": torch.arange(n), "finished": finished},
         )
         yield from (whole.select(range(max(0, end - self.part), end)) for end in range(n, 0, -self.part))
 
@@ -445,7 +449,8 @@ def test_join_and_decode_equal_row_by_row_construction(shapes: list[tuple[int, i
     stops = torch.tensor([int(done and length > 0) for _, length, done in shapes])
     questions = Batch(asked, {"input_ids": torch.arange(int(asked.sum()))})
     ids, log_probs = 100 + torch.arange(int(written.sum())), torch.rand(int(written.sum()))
-    answers = Batch(written, {"input_ids": ids, "rollout_log_probs": log_probs}, {"finished": stops})
+    columns = {"input_ids": ids, "rollout_log_probs": log_probs, "weight_version": torch.arange(len(ids), dtype=torch.int32)}
+    answers = Batch(written, columns, {"finished": stops})
     whole = join_responses(questions, answers)
     reference, actual = questions.split_rows("input_ids"), answers.split_rows("input_ids")
     pairs = [torch.cat(pair) for pair in zip(reference, actual, strict=True)]
@@ -454,6 +459,8 @@ def test_join_and_decode_equal_row_by_row_construction(shapes: list[tuple[int, i
     assert [row.tolist() for row in whole.split_rows("response_mask")] == masks
     of_answers = whole.tokens["response_mask"].bool()
     assert torch.equal(whole.tokens["rollout_log_probs"][of_answers], log_probs)
+    versions = whole.tokens["weight_version"]
+    assert torch.equal(versions[of_answers], columns["weight_version"]) and (versions[~of_answers] == -1).all()
     assert not whole.tokens["rollout_log_probs"][~of_answers].any() and torch.equal(whole.rows["prompt_length"], asked)
     read = [" ".join(map(str, row[: len(row) - int(done)].tolist())) for row, done in zip(actual, stops, strict=True)]
     assert decode_responses(answers, cast(Any, Decoder())) == read

@@ -5,7 +5,7 @@ from typing import Any, cast
 import torch
 
 from workers.batch import Batch
-from workers.roles.rollout_role import RolloutRole
+from workers.roles.rollout_role import RolloutRole, requests_of
 from workers.rollout.base import Completion, Request, Sampling
 
 SAMPLING = Sampling(temperature=0.7, top_k=5, top_p=0.9, max_tokens=3, stop_token_ids=(1,))
@@ -46,5 +46,16 @@ def test_greedy_rows_are_greedy_whatever_the_sampling() -> None:
     assert engine.requests[0].sampling is SAMPLING and engine.requests[1].sampling.max_tokens == 3
     assert [(request.prompt_ids, request.seed) for request in engine.requests] == [((5, 6), 10), ((7,), 11), ((8, 9), 0)]
     assert answers.tokens["input_ids"].tolist() == [8, 7] and answers.rows["finished"].tolist() == [1, 0]
-    assert answers.rows["id"].tolist() == [5, 4] and answers.rows["weight_version"].tolist() == [4, 4]
+    assert answers.rows["id"].tolist() == [5, 4] and answers.tokens["weight_version"].tolist() == [4, 4]
+    assert all(request.response_ids == () for request in engine.requests)
     assert role.advance(prompts.select([]), SAMPLING, 9).rows["id"].tolist() == [3] and engine.unfinished == 0
+
+
+def test_begun_responses_are_continued_from_their_last_tokens() -> None:
+    prompts = Batch(
+        torch.tensor([4, 2]),
+        tokens={"input_ids": torch.tensor([5, 6, 7, 8, 9, 9])},
+        rows={"id": torch.tensor([3, 4]), "seed": torch.tensor([1, 2]), "greedy": torch.zeros(2), "begun": torch.tensor([3, 0])},
+    )
+    first, second = requests_of(prompts, SAMPLING)
+    assert (first.prompt_ids, first.response_ids, second.prompt_ids, second.response_ids) == ((5,), (6, 7, 8), (9, 9), ())

@@ -119,7 +119,7 @@ class Run:
             sampled_prompts, sampled = self.answers(greedy=False)
             assert self.mismatch(sampled_prompts, sampled) < 1e-4
             assert len({tuple(row.tolist()) for row in sampled.split_rows("input_ids")}) > len(sampled) / 2
-            assert set(answers.rows["weight_version"].tolist()) == {version}
+            assert set(answers.tokens["weight_version"].tolist()) == {version}
             self.actor.export_hf(str(exports / str(version)))
             model = AutoModelForCausalLM.from_pretrained(exports / str(version)).eval()
             columns = [batch.split_rows(name) for batch, name in
