@@ -17,5 +17,5 @@ if [ "${1:-}" = soak ]; then
 fi
 "$python" -m ruff check .
 "$python" -m mypy
-[ $# -gt 0 ] || set -- -n 2 --dist loadfile --no-loadscope-reorder
+[ $# -gt 0 ] || set -- -n 2 --dist loadfile --no-loadscope-reorder --durations 40
 exec "$python" -m pytest "$@" </dev/null

@@ -102,13 +102,21 @@ def sampled_too_hot(logits: Tensor, temperature: Any, *others: Any) -> tuple[Ten
 
 def with_completions(change: Callable[[Request, Completion], Completion]) -> Corrupt:
     """Change every response to the first prompt."""
-    generate = EmbeddedRollout.generate
+    submit, step = EmbeddedRollout.submit, EmbeddedRollout.step
+    first: dict[int, Request] = {}
 
-    def changed(self: EmbeddedRollout, requests: Sequence[Request]) -> list[Completion]:
-        pairs = zip(requests, generate(self, requests), strict=True)
-        return [change(asked, done) if asked.id == 0 else done for asked, done in pairs]
+    def submitted(self: EmbeddedRollout, requests: Sequence[Request]) -> None:
+        first.update({request.id: request for request in requests if request.id == 0})
+        submit(self, requests)
 
-    return lambda patch: patch.setattr(EmbeddedRollout, "generate", changed)
+    def changed(self: EmbeddedRollout) -> list[Completion]:
+        return [change(first[0], done) if done.id == 0 else done for done in step(self)]
+
+    def corrupt(patch: pytest.MonkeyPatch) -> None:
+        patch.setattr(EmbeddedRollout, "submit", submitted)
+        patch.setattr(EmbeddedRollout, "step", changed)
+
+    return corrupt
 
 
 def another_token(asked: Request, done: Completion) -> Completion:
@@ -116,7 +124,9 @@ def another_token(asked: Request, done: Completion) -> Completion:
 
 
 def cut_short(asked: Request, done: Completion) -> Completion:
-    return replace(done, token_ids=done.token_ids[:1], log_probs=done.log_probs[:1], finish_reason="length")
+    return replace(
+        done, token_ids=done.token_ids[:1], log_probs=done.log_probs[:1], versions=done.versions[:1], finish_reason="length"
+    )
 
 
 @pytest.mark.parametrize(

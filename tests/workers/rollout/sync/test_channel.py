@@ -224,10 +224,13 @@ def test_a_rank_that_never_comes_is_waited_for_as_long_as_for_others() -> None:
     ends = Ends(Trainer(), 2, seconds=1.0)
     check_usable(ends)
     away = ends.receivers.pop()
+    messages = []
     for ended in ends.sync(everything):
         with pytest.raises(ChannelLost) as raised:
             ended.result()
-        assert ended_in_collective(str(raised.value))
+        messages.append(str(raised.value))
+    # Whichever of the two gives up first closes the connection on which the other still waits.
+    assert any(map(ended_in_collective, messages)), messages
     assert away not in ends.receivers, "it is there, and does not come"
 
 
