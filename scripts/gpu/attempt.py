@@ -21,7 +21,7 @@ from typing import Any
 from scripts.gpu.cluster import Cluster
 from scripts.gpu.driver import MARK, Gpu, MemoryWatch, end_all, ended, nvml, ray_workers
 from scripts.gpu.rows import ACTOR, BY_NAME, RESUMED_STEPS, ROLLOUT, STEPS, Row, Sizes, Stage
-from trainer.run.run_dir import EVENTS, LATEST, METRICS, TIMELINE, read_lines, read_metrics
+from trainer.run.run_dir import EVENTS, LATEST, METRICS, START, TIMELINE, read_lines, read_metrics
 
 ROOT = Path(__file__).parents[2]
 MODULES = {"megatron": "megatron.core"}
@@ -385,6 +385,8 @@ class Attempt:
             self.record["phases"]["save_checkpoint"] = round(max(saves), 3)
         if first := [start for phase, start, _ in ranges if phase == "gen"]:
             self.record["start_seconds"] = round(min(first) - self.began, 1)
+        if (parts := run_dir / START).exists():
+            self.record["start_parts"] = {name: round(spent, 1) for name, spent in json.loads(parts.read_text()).items()}
         if lines and "perf/throughput" in lines[-1]:
             self.record["tokens_per_gpu_second"] = round(statistics.median(line["perf/throughput"] for line in usual), 1)
         peaks: dict[str, float] = {}
@@ -392,8 +394,9 @@ class Attempt:
             if (used := memory.peak(start, end)) is not None:
                 peaks[phase] = max(peaks.get(phase, 0.0), round(used / GB, 2))
         self.record["peaks"] = peaks
+        before = self.record["baseline_gb"] or 0.0
         self.record["ratios"] = {
-            phase: round(self.record["predicted"][name] / peaks[phase], 3)
+            phase: round((self.record["predicted"][name] + before) / peaks[phase], 3)
             for phase, names in PHASES.items()
             for name in names
             if phase in peaks and name in self.record["predicted"]

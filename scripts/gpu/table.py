@@ -66,7 +66,8 @@ def table(results: Sequence[dict[str, Any]]) -> str:
         phases = record["phases"]
         shown = ", ".join(f"{name} {phases[phase]:.3g}" for phase, name in SHOWN if phase in phases)
         predicted, peak = record.get("predicted_gb"), record.get("peak_gb")
-        ratio = f" ({predicted / peak:.2f} x)" if predicted and peak else ""
+        # The driver's count includes what was in use before the run.
+        ratio = f" ({(predicted + (record.get('baseline_gb') or 0.0)) / peak:.2f} x)" if predicted and peak else ""
         result = record["result"] + (f": {record['why'][:160]}" if record["why"] else "")
         cells = (
             f"{record['row']}, {record['stage']} [{note}]", record["script"], record["shape"], record["gpus"],

@@ -8,7 +8,7 @@ from configs.schema.ppo import PPOConfig
 from configs.validation.placement import placement_of
 from scripts.bench.shapes import SHAPES
 from tests.tiny import tiny_config
-from trainer.planner.memory_estimate import ASLEEP, estimate, shape_of
+from trainer.planner.memory_estimate import ASLEEP, NCCL, RUNTIME, estimate, shape_of
 from trainer.planner.memory_model import Shape
 
 ACTOR, REF, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.ref", "actor_rollout_ref.rollout"
@@ -52,6 +52,13 @@ def test_engine_has_its_fraction_and_a_remainder_while_asleep() -> None:
     assert gigabytes(gpu=None)["workers answers"] == -1.0
     free = base["workers answers"] - 0.5 * 80
     assert gigabytes("rollout=sglang")["workers answers"] == pytest.approx(free + 0.5 * (80 - free))
+
+
+@pytest.mark.parametrize(("gpus", "more"), [(1, RUNTIME), (8, RUNTIME + NCCL)])
+def test_process_on_a_gpu_has_a_context_and_with_peers_communicators(gpus: int, more: float) -> None:
+    words = ("rollout=embedded", f"trainer.n_gpus_per_node={gpus}")
+    on_gpu, on_cpu = gigabytes(*words), gigabytes(*words, "trainer.device=cpu")
+    assert {phase: on_gpu[phase] - used for phase, used in on_cpu.items()} == pytest.approx(dict.fromkeys(on_cpu, more / 1e9))
 
 
 @pytest.mark.parametrize(
