@@ -109,7 +109,7 @@ SOAK: dict[str, tuple[tuple[str, ...], int, list[Kill]]] = {
         Kill(2, "reward"), Kill(3, "update_actor", 0.02, "workers"), Kill(4, "sync", "end", "alone"),
         Kill(6, "remove", first="workers"), Kill(8, "latest"),
     ]),
-    "ppo_megatron": ((*PPO, *MEGATRON), 2, [Kill(2, "update_critic", 0.02, "workers"), Kill(3, "save_checkpoint", 0.02)]),
+    "ppo_megatron": ((*PPO, *MEGATRON), 2, [Kill(2, "update_critic", 0.02, "workers"), Kill(6, "save_checkpoint", 0.02)]),
 }  # fmt: skip
 
 
