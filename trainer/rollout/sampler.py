@@ -108,10 +108,14 @@ class Sampler:
 
     def _one_round(self, step: int, prompts: PromptStream, phases: Phases, overlap: Overlap | None) -> Batch:
         """Batch of one round of prompts, without rows whose reward failed."""
-        answered = self._sample_to_train(prompts.draw(), "train", step, phases, overlap)
+        return self._scored_only(self._sample_to_train(prompts.draw(), "train", step, phases, overlap))
+
+    def _scored_only(self, answered: Batch) -> Batch:
+        """``answered`` without rows whose reward failed, with meta["metrics"]."""
         scored = self._drop_failed(answered)
         check_some_scored(answered, len(scored))
-        return scored.with_meta({"metrics": {"reward/failed": len(answered) - len(scored)} | self.failures.metrics()})
+        failed = {"reward/failed": len(answered) - len(scored)} | self.failures.metrics()
+        return scored.with_meta({"metrics": failed | answered.meta.get("metrics", {})})
 
     def _fill_batch(self, step: int, prompts: PromptStream, phases: Phases) -> Batch:
         """Generate rounds until ``groups`` groups are kept; the first ``groups`` form the batch, surplus groups are discarded.
@@ -168,8 +172,12 @@ class Sampler:
         batch = self.generate_and_score(
             prompts, self.n, self.sampling, phases, purpose=purpose, step=step, trains=True, overlap=overlap
         )
-        # Counted before split_baselines removes the greedy responses, which took time to generate too.
+        # Counted before baselines are split off, which took time to generate too.
         generated = int((batch.lengths - batch.rows["prompt_length"]).sum())
+        return self._with_penalties(batch).with_meta({"generated_tokens": generated})
+
+    def _with_penalties(self, batch: Batch) -> Batch:
+        """Add rows reward (score plus penalties) and, with_baselines, baseline (of the greedy response, which is removed)."""
         trained = sum_by(batch.tokens["response_mask"], batch.segment_ids(), len(batch))
         penalty = overlong_penalty(trained, self.reward.reward_kwargs)
         if self.reward.reward_kwargs.overlong_buffer_cfg.log:
@@ -179,10 +187,8 @@ class Sampler:
             ]
         penalty = penalty + missing_eos_penalty(batch.rows["finished"], self.reward.missing_eos_penalty)
         batch = batch.with_rows(reward=batch.rows["score"] + penalty)
-        if self.with_baselines:
-            # After the penalties: a baseline is the reward of the greedy response, penalties included.
-            batch = split_baselines(batch, self.n)
-        return batch.with_meta({"generated_tokens": generated})
+        # After the penalties: a baseline is the reward of the greedy response, penalties included.
+        return split_baselines(batch, self.n) if self.with_baselines else batch
 
     def generate_and_score(
         self,
@@ -216,12 +222,29 @@ class Sampler:
             # Sample n exists with with_baselines only: the greedy response after n sampled ones.
             questions = prompt_batch(asked, seeds, greedy=torch.tensor(samples) == n)
             parts = [self._submit(part, questions, asked) for part in self.rollout.stream(questions, sampling, each)]
-            batch = Batch.concat(parts)
+        batch = Batch.concat(parts).with_meta({"temperature": sampling.temperature})
+        return self._finish_scoring(batch, asked, samples, phases, n=n, step=step, trains=trains, overlap=overlap)
+
+    def _finish_scoring(
+        self,
+        batch: Batch,
+        asked: Sequence[Prompt],
+        samples: Sequence[int],
+        phases: Phases,
+        *,
+        n: int,
+        step: int,
+        trains: bool,
+        overlap: Overlap | None,
+    ) -> Batch:
+        """Wait for the scores of submitted responses, add those of reward models; returns what ``generate_and_score`` does.
+
+        batch: what ``_submit`` returned, in any order; rows["id"] are places in ``asked`` and ``samples`` (B).
+        """
         with phases("reward"), self.watchdog.own("reward", "scoring", f"{len(asked)} answers"):
             scores = self.rewards.finish()
         batch = batch.select(batch.rows["id"].argsort())  # they came as they ended
         del batch.rows["id"]
-        batch = batch.with_meta({"temperature": sampling.temperature})
         texts: list[str] = batch.objects.pop("response")
         scores = self._with_timeout_scores(scores)
         if self.models is not None:
