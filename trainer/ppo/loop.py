@@ -210,8 +210,10 @@ class Loop:
         config, tokens = self.config.algorithm.rollout_correction, batch.tokens
         if config.bypass_mode or "old_log_probs" not in tokens:
             return Batch(batch.lengths)
-        gap = mismatch(tokens["old_log_probs"], tokens["rollout_log_probs"], tokens["response_mask"])
-        self.trainer.metrics |= plain_numbers(gap)
+        # Of tokens that the present weights sampled: older ones differ because the policy has changed.
+        fresh = tokens["response_mask"] * (tokens["weight_version"] == self.rollout.version)
+        if fresh.any():
+            self.trainer.metrics |= plain_numbers(mismatch(tokens["old_log_probs"], tokens["rollout_log_probs"], fresh))
         if not is_enabled(config):
             return Batch(batch.lengths)
         found = rollout_correction(
