@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -19,7 +19,7 @@ class Prompt:
     """One prompt with the columns that scoring needs.
 
     uid: index of the row over all files, before any filtering. text: the rendered prompt before truncation. messages: the row's
-    prompt column, a text or a conversation.
+    prompt column, a text or a conversation. ordinal: number of the prompt in the run, set by PromptStream; -1: not from a stream.
     """
 
     uid: int
@@ -29,6 +29,7 @@ class Prompt:
     ground_truth: Any
     extra_info: dict[str, Any]
     messages: Messages
+    ordinal: int = -1
 
 
 class PromptDataset:
@@ -125,19 +126,22 @@ class PromptDataset:
 
 @dataclass(slots=True)
 class PromptStream:
-    """Rounds of ``order.batch_size`` prompts in data order. Its only state is ``drawn``, the number of rounds so far.
+    """Prompts in data order, in rounds of ``order.batch_size``. No prompt repeats within an epoch.
 
-    A step takes one round, or with algorithm.filter_groups as many as it needs to fill its batch. No prompt repeats within an
-    epoch.
+    A step takes one round, or with algorithm.filter_groups as many as it needs to fill its batch. Partial rollouts take single
+    prompts. The only state is the position: ``drawn``, the number of complete rounds so far, and ``taken``, the number of prompts
+    taken of the next round. A prompt's ordinal is drawn * order.batch_size + taken at the time it is taken: it is unique in the
+    run, where ``uid`` repeats every epoch.
     """
 
     data: PromptDataset
     order: DataOrder
     drawn: int = 0
+    taken: int = 0
 
     @property
     def epoch(self) -> int:
-        """Epoch of the next round, from 0."""
+        """Epoch of the next prompt, from 0."""
         return self.drawn // self.rounds_per_epoch
 
     @property
@@ -145,13 +149,27 @@ class PromptStream:
         return self.order.steps_per_epoch
 
     def draw(self) -> list[Prompt]:
-        """Prompts of the next round."""
-        rows = self.order.batch(self.drawn)
+        """Prompts of the next round. Raises RuntimeError if single prompts of it were taken."""
+        if self.taken:
+            raise RuntimeError(f"round {self.drawn}: {self.taken} of {self.order.batch_size} prompts were taken with draw_one")
+        prompts = [self._prompt(place, row) for place, row in enumerate(self.order.batch(self.drawn))]
         self.drawn += 1
-        return [self.data[row] for row in rows]
+        return prompts
+
+    def draw_one(self) -> Prompt:
+        """The next single prompt."""
+        prompt = self._prompt(self.taken, self.order.batch(self.drawn)[self.taken])
+        self.taken += 1
+        if self.taken == self.order.batch_size:
+            self.drawn, self.taken = self.drawn + 1, 0
+        return prompt
+
+    def _prompt(self, place: int, row: int) -> Prompt:
+        """The prompt at ``place`` of the next round. row: its index in the data."""
+        return replace(self.data[row], ordinal=self.drawn * self.order.batch_size + place)
 
     def state(self) -> dict[str, int]:
-        return {"drawn": self.drawn}
+        return {"drawn": self.drawn} | ({"taken": self.taken} if self.taken else {})
 
     def load(self, state: dict[str, int]) -> None:
-        self.drawn = state["drawn"]
+        self.drawn, self.taken = state["drawn"], state.get("taken", 0)

@@ -372,11 +372,11 @@ class Loop:
         # Read before load(), which restores the streams' positions and the number of rollbacks along with all other state.
         left, count = trainer.step, self.rollbacks.count + 1
         streams = [part for part in trainer.stateful.values() if isinstance(part, PromptStream | PtxStream)]
-        positions = [(stream, stream.drawn) for stream in streams]
+        positions = [(stream, stream.state()) for stream in streams]
         trainer.load(checkpoint)
         self.rollbacks.count = count
-        for stream, drawn in positions:
-            stream.drawn = drawn
+        for stream, position in positions:
+            stream.load(position)
         aside = trainer.tracker.go_back(checkpoint.step)
         trainer.events.add(
             left,

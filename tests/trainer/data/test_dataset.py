@@ -159,7 +159,7 @@ def test_rounds_are_the_batches_of_the_order() -> None:
     assert rounds == [stream.order.batch(i) for i in range(6)]
 
 
-def test_epoch_is_that_of_the_next_round() -> None:
+def test_epoch_is_that_of_the_next_prompt() -> None:
     stream, epochs = stream_of_prompts(), []
     for _ in range(7):
         epochs.append(stream.epoch)
@@ -173,3 +173,35 @@ def test_resumed_stream_continues() -> None:
         stream.draw()
     resumed.load(stream.state())
     assert [resumed.draw() for _ in range(4)] == [stream.draw() for _ in range(4)]
+
+
+def test_single_prompts_are_those_of_the_rounds_with_consecutive_ordinals() -> None:
+    rounds, singles = stream_of_prompts(), stream_of_prompts()
+    drawn = [prompt for _ in range(6) for prompt in rounds.draw()]
+    epochs = []
+    for prompt in drawn:
+        epochs.append(singles.epoch)
+        assert singles.draw_one() == prompt
+    assert [prompt.ordinal for prompt in drawn] == list(range(12)) and epochs == [0] * 6 + [1] * 6
+    assert len({prompt.uid for prompt in drawn}) < 12, "a row of the data comes again in the second epoch"
+    assert singles.state() == rounds.state() == {"drawn": 6}
+    assert singles.draw() == rounds.draw()
+
+
+def test_round_cannot_be_drawn_after_a_part_of_it() -> None:
+    stream = stream_of_prompts()
+    stream.draw_one()
+    with pytest.raises(RuntimeError, match="round 0: 1 of 2 prompts were taken with draw_one"):
+        stream.draw()
+
+
+@pytest.mark.parametrize("taken", range(7))
+def test_stream_resumes_within_a_round(taken: int) -> None:
+    stream, resumed = stream_of_prompts(), stream_of_prompts()
+    resumed.draw_one()
+    for _ in range(taken):
+        stream.draw_one()
+    state = stream.state()
+    assert state == {"drawn": taken // 2} | ({"taken": 1} if taken % 2 else {})
+    resumed.load(state)
+    assert [resumed.draw_one() for _ in range(5)] == [stream.draw_one() for _ in range(5)]

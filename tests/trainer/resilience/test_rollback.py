@@ -159,10 +159,11 @@ def test_run_stopped_after_the_rollback_ends_equal(task: Path, whole: Path, tmp_
 
 def test_rollback_does_not_rewind_the_data_streams(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither prompts nor texts (data.ptx_files): the data that made the run diverge may be among them."""
-    prompts, texts = PromptStream(cast(Any, []), cast(Any, None), 7), PtxStream(cast(Any, []), cast(Any, None), 0.1, 0.5, 30)
+    prompts, texts = PromptStream(cast(Any, []), cast(Any, None), 7, 3), PtxStream(cast(Any, []), cast(Any, None), 0.1, 0.5, 30)
 
     def load(checkpoint: Any) -> None:
-        prompts.drawn, texts.drawn = 2, 9
+        prompts.load({"drawn": 2})
+        texts.load({"drawn": 9})
 
     monkeypatch.setattr("trainer.ppo.loop.find_up_to", lambda run_dir, step, check: SimpleNamespace(step=step))
     trainer = SimpleNamespace(
@@ -173,7 +174,7 @@ def test_rollback_does_not_rewind_the_data_streams(monkeypatch: pytest.MonkeyPat
     config = SimpleNamespace(alarms=SimpleNamespace(max_rollbacks=2))
     loop = SimpleNamespace(trainer=trainer, rollbacks=Rollbacks(), config=config, sync_weights=lambda step: None)
     Loop.roll_back(cast(Any, loop), Alarm("rollback", "fell", healthy_until=2))
-    assert (prompts.drawn, texts.drawn, loop.rollbacks.count) == (7, 30, 1)
+    assert (prompts.drawn, prompts.taken, texts.drawn, loop.rollbacks.count) == (7, 3, 30, 1)
 
 
 def ends_with(task: Path, run_dir: Path, capfd: pytest.CaptureFixture[str], *overrides: str) -> str:
