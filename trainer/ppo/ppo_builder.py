@@ -256,6 +256,7 @@ class Assembly:
                 **({} if sampler.models is None else {"reward_models": sampler.models}),
                 "rollbacks": sampler.rollbacks,
             },
+            arrays={"groups": policy.buffer} if isinstance(policy, PartialRollouts) else {},
         )
         # Step 0, before anything is generated: without a stop token no response can terminate.
         if resume is None:

@@ -35,7 +35,7 @@ class PendingResponse:
 
 @dataclass(slots=True)
 class PendingGroup:
-    """A prompt with its responses. step: that of its admission. tick: at which its last response ended; None: it is unfinished."""
+    """A prompt with its responses. step: of its admission. tick: at which its last response ended; None: it is unfinished."""
 
     step: int
     prompt: Prompt

@@ -95,7 +95,7 @@ class PartialRollouts:
         return found
 
     def _metrics(self, step: int, taken: Sequence[PendingGroup], batch: Batch, version: int) -> dict[str, float]:
-        """Ages of the groups in steps since their admission, with the share of each; share of response tokens of older weights."""
+        """Ages of the groups in steps since their admission, with the share of each; share of tokens sampled by older weights."""
         ages = [step - group.step for group in taken]
         versions = batch.tokens["weight_version"][batch.tokens["response_mask"].bool()]
         shares = {f"rollout/age/{age}": count / len(ages) for age, count in sorted(Counter(ages).items())}

@@ -21,6 +21,7 @@ from trainer.rewards.pool.runner import Response, Score
 from trainer.rewards.scoring import Failures
 from trainer.rewards.shaping import RunningMoments, Shaping
 from trainer.rollout.responses import decode_responses, join_responses
+from trainer.rollout.policies import FilteredRounds, OneRound
 from trainer.rollout.sampler import Sampler
 from trainer.run.timing import Phases
 from workers.batch import Batch
@@ -163,7 +164,7 @@ def make(
         n=n,
         sampling=SAMPLING,
         seed=7,
-        policy=OneRound() if cap is None else FilteredRounds(FilterGroupsConfig(True, metric, cap), groups),
+        policy=OneRound() if cap is None else FilteredRounds(FilterGroupsConfig(enable=True, metric=metric, max_num_gen_batches=cap), groups),
         with_baselines=with_baselines,
         reward=config.reward,
         shaping=Shaping(config.reward.shaping, RunningMoments()),
