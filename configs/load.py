@@ -146,7 +146,7 @@ def _convert(node: Mapping[str, Any], leaves: Mapping[str, Any], prefix: str) ->
         # YAML parses a name such as 2024 as a number.
         if annotation is str and isinstance(value, int | float) and not isinstance(value, bool):
             value = str(value)
-        if isinstance(value, str) or (value is None and not takes_null(leaves[key])):
+        if isinstance(value, str | bool) or (value is None and not takes_null(leaves[key])):
             spellings = compat().spellings
             value = spellings.get(key, spellings.get(name, {})).get("null" if value is None else value, value)
         if isinstance(value, str):

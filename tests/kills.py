@@ -263,11 +263,14 @@ def shared_memory(process: psutil.Process) -> list[str]:
 def main(kill: str, notes: str, *arguments: str) -> int:
     from trainer import main_ppo
     from trainer.harness import Trainer
+    from trainer.rollout import remote_rollout
     from trainer.run.timing import Phases
     from workers.engine.hf import checkpoint
 
     wish = json.loads(kill)
     run_dir = next(word for word in reversed(arguments) if word.startswith("trainer.default_local_dir=")).partition("=")[2]
+    if "async_training.mode=partial" in arguments:
+        remote_rollout.STEPS = 4  # so that short responses are in flight between steps
     hooks = KillHooks(wish and Kill(**wish), Path(notes), Path(run_dir))
     Trainer.steps = hooks.steps(Trainer.steps)  # type: ignore[method-assign]
     Phases.__call__ = hooks.phases(Phases.__call__)  # type: ignore[method-assign]

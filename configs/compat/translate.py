@@ -85,7 +85,7 @@ class Compat:
 
     configs: Mapping[str, str]
     alias: Mapping[str, str]
-    spellings: Mapping[str, Mapping[str, Any]]
+    spellings: Mapping[str, Mapping[Any, Any]]
     engine_arguments: Mapping[str, Mapping[str, str]]
     values: Mapping[str, Mapping[str, str]]
     translated: Mapping[str, Rule]

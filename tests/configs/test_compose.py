@@ -133,6 +133,11 @@ def test_spellings_of_a_key_and_value_give_the_same_configuration() -> None:
     )
 
 
+@pytest.mark.parametrize(("typed", "mode"), [("async_training.partial_rollout=True", "partial"), ("partial_rollout=false", None)])
+def test_partial_rollouts_have_the_names_of_verl_and_slime(typed: str, mode: str | None) -> None:
+    assert ppo(typed).async_training.mode == mode
+
+
 def test_free_form_blocks_accept_any_key() -> None:
     config = ppo("ray_kwargs.ray_init.runtime_env.py_executable=python", "+ray_kwargs.ray_init.num_cpus=3")
     assert config.ray_kwargs.ray_init == {"runtime_env": {"py_executable": "python"}, "num_cpus": 3}

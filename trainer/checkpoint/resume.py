@@ -46,7 +46,7 @@ SAFE_TO_CHANGE = (
     "data.val_batch_size", "data.filter_overlong_prompts_workers", "reward.num_workers",
     "reward.remote.", "reward.remote_urls", "*.urls",
     "actor_rollout_ref.rollout.val_kwargs.", "timeouts.",
-    "algorithm.rollout_correction.mismatch_bound", "alarms.", "ray_kwargs.", "trainer.replay.",
+    "algorithm.rollout_correction.mismatch_bound", "async_training.", "alarms.", "ray_kwargs.", "trainer.replay.",
 
     "placement.", "trainer.backend", "trainer.nnodes", "trainer.n_gpus_per_node",
     "*.use_dynamic_bsz", "*.log_prob_use_dynamic_bsz", "*.rollout.balance",
@@ -65,7 +65,9 @@ SAFE_TO_CHANGE = (
     "actor_rollout_ref.rollout.update_weights_bucket_megabytes", "actor_rollout_ref.rollout.verify_weights",
     "trainer.deterministic",
 )  # fmt: skip
-ADDED = {"reward.timeout_score": "null"}
+ADDED = {
+    "reward.timeout_score": "null", "async_training.mode": "null", "async_training.oversubmit": "1.5", "async_training.max_age": "4",
+}  # fmt: skip
 """{key: JSON value} of keys that checkpoints of earlier versions lack; the value reproduces the behaviour of those versions."""
 
 

@@ -103,5 +103,6 @@ class PartialRollouts:
             "rollout/age/mean": sum(ages) / len(ages),
             "rollout/age/max": float(max(ages)),
             "rollout/stale_tokens": float((versions < version).float().mean()),
-            "rollout/groups_in_flight": float(len(self.buffer)),
+            "rollout/unfinished_groups": float(self.buffer.n_unfinished),
+            "rollout/waiting_groups": float(len(self.buffer) - self.buffer.n_unfinished),
         }

@@ -121,6 +121,20 @@ def test_defaults_and_quick_start_have_no_errors_or_notes() -> None:
             ],
         ),
         (
+            ["async_training.mode=partial", f"{ROLLOUT}.n=2"],
+            [
+                "async_training.mode=partial: responses contain tokens of earlier weights, and nothing corrects for them; set "
+                "algorithm.rollout_correction.rollout_is=token (or sequence), or algorithm.rollout_correction.bypass_mode=true"
+            ],
+        ),
+        (
+            [
+                "async_training.mode=partial", "algorithm.rollout_correction.rollout_is=token", f"{FILTER}.enable=true",
+                f"{ROLLOUT}.n=2",
+            ],
+            ["async_training.mode=partial: not together with algorithm.filter_groups.enable=true; remove one of them"],
+        ),
+        (
             ["data.gen_batch_size=2048"],
             [
                 "data.gen_batch_size=2048: without algorithm.filter_groups.enable=true a step generates "

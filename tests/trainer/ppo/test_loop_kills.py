@@ -28,6 +28,10 @@ PPO = (
 )  # fmt: skip
 GRPO = ("algorithm=grpo", "actor_rollout_ref.actor.use_kl_loss=true")
 LORA = ("actor_rollout_ref.model.lora_rank=4", "critic.model.lora_rank=4", "actor_rollout_ref.actor.optim.lr=1e-2")
+PARTIAL = (
+    "async_training.mode=partial", "algorithm.rollout_correction.rollout_is=token", "algorithm.filter_groups.enable=false",
+    "data.max_response_length=16",
+)  # fmt: skip
 MEGATRON = ("actor_rollout_ref.actor.strategy=megatron", "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2")
 
 
@@ -143,6 +147,26 @@ def test_many_kills_leave_the_run_bitwise_identical(name: str, task: Path, tmp_p
         run_and_kill(arguments(task, whole, options), whole, [], tmp_path / "unkilled")
     check_cover(whole)
     table += kill_and_compare(task, tmp_path, options, kills, whole)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1800)
+def test_twelve_kills_with_responses_in_flight_leave_the_run_bitwise_identical(
+    task: Path, tmp_path: Path, table: list[Outcome]
+) -> None:
+    places = ("gen", "reward", "update_actor", "sync", "save_checkpoint", "rename", "latest", "write", "gen", "old_log_prob")
+    kills = [Kill(step, place, 0.01, backend="local") for step, place in enumerate(places, 2)]
+    kills += [Kill(12, "gen", "end", "workers"), Kill(13, "update_actor", 0.02)]
+    options = (
+        *SMALL, *GRPO, *PARTIAL, "trainer.save_freq=1", "trainer.test_freq=4", "reward.num_workers=1",
+        "trainer.total_training_steps=15",
+    )  # fmt: skip
+    whole = tmp_path / "whole"
+    run_and_kill(arguments(task, whole, options), whole, [], tmp_path / "unkilled", last="local")
+    table += kill_and_compare(task, tmp_path, options, kills, whole)
+    in_flight = {step["training/global_step"]: step["rollout/unfinished_groups"] for step in metrics_of(whole)}
+    # A start resumes from the step before the kill, or from that of the kill if it came after the save.
+    assert sum(in_flight[kill.step - 1] > 0 and in_flight[kill.step] > 0 for kill in kills) >= 9
 
 
 def arguments(task: Path, run_dir: Path, options: Sequence[str]) -> list[str]:

@@ -82,13 +82,18 @@ def test_second_sigterm_ends_the_run_at_once(task: Path, tmp_path: Path) -> None
 
 @pytest.mark.parametrize(
     "algorithm",
-    [(), pytest.param(("algorithm.filter_groups.enable=true", "data.gen_batch_size=4"), marks=pytest.mark.soak)],
+    [
+        (),
+        pytest.param(("algorithm.filter_groups.enable=true", "data.gen_batch_size=4"), marks=pytest.mark.soak),
+        ("async_training.mode=partial", "algorithm.rollout_correction.rollout_is=token"),
+    ],
 )
 def test_step_with_hanging_rewards_is_abandoned_and_repeated(
     task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, algorithm: tuple[str, ...]
 ) -> None:
     """The checkpoint has nothing of that step: the run resumes bitwise. With filter_groups, a round of the step was scored."""
     monkeypatch.setattr("trainer.cluster.watchdog.HURRIED", 0.2)
+    monkeypatch.setattr("trainer.rollout.remote_rollout.STEPS", 4)  # so that partial rollouts have responses in flight
     run_ppo(task, tmp_path / "whole", *algorithm, "trainer.total_training_steps=3", reward_that(tmp_path / "plain", "pass"))
     n = 2 * A_STEP + 20
     reward = reward_that(tmp_path, f"n == {n} and (os.kill(os.getpid(), signal.SIGTERM), time.sleep(100))")
