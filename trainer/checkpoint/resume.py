@@ -66,7 +66,8 @@ SAFE_TO_CHANGE = (
     "trainer.deterministic",
 )  # fmt: skip
 ADDED = {
-    "reward.timeout_score": "null", "async_training.mode": "null", "async_training.oversubmit": "1.5", "async_training.max_age": "4",
+    "reward.timeout_score": "null",
+    "async_training.mode": "null", "async_training.oversubmit": "1.5", "async_training.max_age": "4",
 }  # fmt: skip
 """{key: JSON value} of keys that checkpoints of earlier versions lack; the value reproduces the behaviour of those versions."""
 

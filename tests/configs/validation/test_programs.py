@@ -129,7 +129,9 @@ def test_defaults_and_quick_start_have_no_errors_or_notes() -> None:
         ),
         (
             [
-                "async_training.mode=partial", "algorithm.rollout_correction.rollout_is=token", f"{FILTER}.enable=true",
+                "async_training.mode=partial",
+                "algorithm.rollout_correction.rollout_is=token",
+                f"{FILTER}.enable=true",
                 f"{ROLLOUT}.n=2",
             ],
             ["async_training.mode=partial: not together with algorithm.filter_groups.enable=true; remove one of them"],

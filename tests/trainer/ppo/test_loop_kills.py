@@ -164,7 +164,7 @@ def test_twelve_kills_with_responses_in_flight_leave_the_run_bitwise_identical(
     whole = tmp_path / "whole"
     run_and_kill(arguments(task, whole, options), whole, [], tmp_path / "unkilled", last="local")
     table += kill_and_compare(task, tmp_path, options, kills, whole)
-    in_flight = {step["training/global_step"]: step["rollout/unfinished_groups"] for step in metrics_of(whole)}
+    in_flight = {step["training/global_step"]: step.get("rollout/unfinished_groups", 0.0) for step in metrics_of(whole)}
     # A start resumes from the step before the kill, or from that of the kill if it came after the save.
     assert sum(in_flight[kill.step - 1] > 0 and in_flight[kill.step] > 0 for kill in kills) >= 9
 

@@ -1,11 +1,14 @@
 """Complete runs with partial rollouts on the quick start's task; the embedded engine, a tick of four steps."""
 
+import shutil
 from pathlib import Path
 
 import pytest
 
 import trainer.rollout.remote_rollout as remote_rollout
+from data_preprocess import tiny_model
 from tests.runs import make_task, repeatable, run_ppo
+from tests.workers.rollout.vllm_workers import CPU_BUILD
 
 PARTIAL = (
     "algorithm=grpo", "async_training.mode=partial", "algorithm.rollout_correction.rollout_is=token", "data.train_batch_size=4",
@@ -16,7 +19,11 @@ PARTIAL = (
 
 @pytest.fixture(scope="module")
 def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_task(tmp_path_factory.mktemp("sort_digits"), train_size=16, sft_size=8)
+    """With heads of size 32: vLLM has no smaller ones on CPU."""
+    folder = make_task(tmp_path_factory.mktemp("sort_digits"), train_size=16, sft_size=8)
+    shutil.rmtree(folder / "base")
+    tiny_model.main([f"--save_dir={folder / 'base'}", "--num_attention_heads=3", "--num_key_value_heads=1"])
+    return folder
 
 
 @pytest.fixture(autouse=True)
@@ -24,9 +31,16 @@ def short_ticks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote_rollout, "STEPS", 4)
 
 
-def test_run_with_responses_in_flight_resumes_bitwise(task: Path, tmp_path: Path) -> None:
+ENGINES = {
+    "embedded": (), "two ranks": ("trainer.n_gpus_per_node=2", "trainer.backend=ray"),
+    "vllm": ("rollout=vllm", "actor_rollout_ref.rollout.tensor_model_parallel_size=1"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("engine", ["embedded", pytest.param("vllm", marks=CPU_BUILD)])
+def test_run_with_responses_in_flight_resumes_bitwise(engine: str, task: Path, tmp_path: Path) -> None:
     def dumps(name: str) -> tuple[str, ...]:
-        return (*PARTIAL, f"trainer.rollout_data_dir={tmp_path / name / 'rollouts'}")
+        return (*PARTIAL, *ENGINES[engine], f"trainer.rollout_data_dir={tmp_path / name / 'rollouts'}")
 
     whole = run_ppo(task, tmp_path / "whole", *dumps("whole"))
     assert any(step["rollout/stale_tokens"] > 0 for step in whole[1:]) and whole[0]["rollout/stale_tokens"] == 0

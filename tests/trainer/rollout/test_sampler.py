@@ -20,8 +20,8 @@ from trainer.resilience.rollback import Rollbacks
 from trainer.rewards.pool.runner import Response, Score
 from trainer.rewards.scoring import Failures
 from trainer.rewards.shaping import RunningMoments, Shaping
-from trainer.rollout.responses import decode_responses, join_responses
 from trainer.rollout.policies import FilteredRounds, OneRound
+from trainer.rollout.responses import decode_responses, join_responses
 from trainer.rollout.sampler import Sampler
 from trainer.run.timing import Phases
 from workers.batch import Batch
@@ -156,6 +156,7 @@ def make(
     config = compose("ppo_trainer", PPOConfig, [f"reward.{override}" for override in overrides])
     engine, events = Engine(), RecordedEvents()
     prompts = [Prompt(uid, (uid,), str(uid), f"source {uid % 2}", kind, {"uid": uid}, str(uid)) for uid, kind in enumerate(kinds)]
+    limits = {"metric": metric, "max_num_gen_batches": cap}
     sampler = Sampler(
         cast(Any, engine),
         cast(Any, Judge(KINDS)),
@@ -164,7 +165,7 @@ def make(
         n=n,
         sampling=SAMPLING,
         seed=7,
-        policy=OneRound() if cap is None else FilteredRounds(FilterGroupsConfig(enable=True, metric=metric, max_num_gen_batches=cap), groups),
+        policy=OneRound() if cap is None else FilteredRounds(FilterGroupsConfig(enable=True, **limits), groups),
         with_baselines=with_baselines,
         reward=config.reward,
         shaping=Shaping(config.reward.shaping, RunningMoments()),
