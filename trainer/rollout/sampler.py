@@ -97,7 +97,7 @@ class Sampler:
         fill = self.filter_groups.enable
         batch = self._fill_batch(step, prompts, phases) if fill else self._one_round(step, prompts, phases, overlap)
         # After filtering: running moments and group statistics are those of the rows that are trained on.
-        reward, baseline = self.shaping(batch.rows["reward"], batch.rows["uid"], batch.rows.get("baseline"))
+        reward, baseline = self.shaping(batch.rows["reward"], batch.rows["group"], batch.rows.get("baseline"))
         batch = batch.with_rows(reward=reward, **({} if baseline is None else {"baseline": baseline}))
         return batch.with_tokens(token_level_scores=token_rewards(batch, reward))
 
@@ -122,27 +122,29 @@ class Sampler:
         tally = Tally(self.filter_groups, self.groups, prompts.rounds_per_epoch)
         parts: list[Batch] = []
         taken: list[int] = []
+        kept_uids: set[int] = set()
         failed = generated = 0
         first_epoch = prompts.epoch
         while not tally.is_full:
             tally.check_another(step)
             # Prompts come again when a step needs more than one pass over the data. The number of passes enters the seeds below:
             # the same step, prompt and sample would otherwise give the same responses.
-            again, before = prompts.epoch - first_epoch, set(taken)
-            asked = [prompt for prompt in prompts.draw() if prompt.uid not in before]
+            again = prompts.epoch - first_epoch
+            asked = [prompt for prompt in prompts.draw() if prompt.uid not in kept_uids]
             if not asked:
                 # Counts as a round without a kept group, so that check_another ends the loop after a full pass.
                 tally.add((), ())
                 continue
             answered = self._sample_to_train(asked, "train" if not again else f"train_again_{again}", step, phases)
             scored = self._drop_failed(answered)
-            values, uids = metric_values(scored, self.filter_groups.metric), scored.rows["uid"].tolist()
-            verdicts = group_verdicts([prompt.uid for prompt in asked], uids, values, self.n)
+            values, groups = metric_values(scored, self.filter_groups.metric), scored.rows["group"].tolist()
+            verdicts = group_verdicts([prompt.ordinal for prompt in asked], groups, values, self.n)
             tally.add(verdicts.values(), values)
             check_some_scored(answered, tally.n_values)
-            kept = [uid for uid, verdict in verdicts.items() if verdict == "kept"]
-            parts.append(select_groups(scored, kept))
-            taken += kept
+            kept = [prompt for prompt in asked if verdicts[prompt.ordinal] == "kept"]
+            parts.append(select_groups(scored, [prompt.ordinal for prompt in kept]))
+            taken += [prompt.ordinal for prompt in kept]
+            kept_uids |= {prompt.uid for prompt in kept}
             failed += len(answered) - len(scored)
             generated += answered.meta["generated_tokens"]
         batch = select_groups(Batch.concat(parts), taken[: self.groups])
@@ -204,7 +206,8 @@ class Sampler:
 
         Returns a batch with these columns:
         tokens: input_ids, response_mask, rollout_log_probs, weight_version; model_rewards if a model scores single tokens.
-        rows: uid, sample, prompt_length, score, finished, reward_failed.
+        rows: uid, group, sample, prompt_length, score, finished, reward_failed. group: the prompt's ordinal; for prompts that are
+            not from a PromptStream, the index in ``prompts``.
         objects: prompt, response, ground_truth, data_source, reward_extra, reward_error.
         """
         each = n + (trains and self.with_baselines)
@@ -235,10 +238,12 @@ class Sampler:
             batch = batch if at_tokens is None else batch.with_tokens(model_rewards=at_tokens)
             # Again: reward models on servers can time out as well.
             scores = self._with_timeout_scores(scores)
+        groups = [index if prompt.ordinal < 0 else prompt.ordinal for index, prompt in enumerate(prompts)]
         self.failures.add(step, "training" if trains else "validation", scores)
         score = torch.tensor([0.0 if item.value is None else item.value for item in scores])
         batch.rows |= {
             "uid": torch.tensor([prompt.uid for prompt in asked]),
+            "group": torch.tensor(groups, dtype=torch.int64).repeat_interleave(each),
             "sample": torch.tensor(samples),
             "score": score,
             "reward_failed": torch.tensor([item.value is None for item in scores]),
@@ -314,9 +319,9 @@ def split_baselines(batch: Batch, n: int) -> Batch:
     )
 
 
-def select_groups(batch: Batch, uids: Sequence[int]) -> Batch:
-    """Rows of the groups ``uids``, in the order of the batch."""
-    return batch.select(torch.isin(batch.rows["uid"], torch.tensor(uids, dtype=torch.int64)).nonzero().flatten())
+def select_groups(batch: Batch, groups: Sequence[int]) -> Batch:
+    """Rows of ``groups``, in the order of the batch."""
+    return batch.select(torch.isin(batch.rows["group"], torch.tensor(groups, dtype=torch.int64)).nonzero().flatten())
 
 
 def check_some_scored(answered: Batch, n_scored: int) -> None:
