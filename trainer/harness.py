@@ -15,13 +15,15 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Protocol
 
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from configs.base.locks import locked
 from configs.schema.ppo import PPOConfig
 from configs.schema.supervised import SupervisedConfig
-from trainer.checkpoint.manifest import check_weights
+from trainer.checkpoint.manifest import arrays_file, check_weights
 from trainer.checkpoint.resume import Checkpoint, Stateful, check_config
 from trainer.checkpoint.saver import Saver
 from trainer.cluster.determinism import KernelWatch
@@ -74,6 +76,16 @@ def data_order(config: Config, n: int) -> tuple[DataOrder, int]:
     return order, trainer.total_training_steps or trainer.total_epochs * order.steps_per_epoch
 
 
+class HasArrays(Protocol):
+    """A component of the controller whose state has tensors, which checkpoints hold as a file of their own."""
+
+    def arrays(self) -> dict[str, Tensor]:
+        """The tensors, on the CPU."""
+
+    def load_arrays(self, arrays: Mapping[str, Tensor]) -> None:
+        """Replace the state by that of a checkpoint. Empty for a checkpoint that was saved without this component."""
+
+
 @dataclass
 class Health:
     """The health checks of an attempt. kernels: None unless ``trainer.deterministic``."""
@@ -100,7 +112,8 @@ class Trainer:
 
     save_every: steps between checkpoints, -1: never. resume: the checkpoint to continue from. models: those that are saved, by
     their name in a checkpoint. stateful: what the loop remembers between steps, by its name in a checkpoint. extra_files:
-    {name: content} saved with each model after a step. step: the last complete step. metrics: of the step that is running.
+    {name: content} saved with each model after a step. arrays: components whose state has tensors, by their name in a checkpoint.
+    step: the last complete step. metrics: of the step that is running.
     """
 
     lifecycle: RunLifecycle
@@ -110,14 +123,18 @@ class Trainer:
     phases: Phases
     tracker: Tracker
     saver: Saver
-    events: Events
     watchdog: Watchdog
     health: Health
     models: Mapping[str, RemoteModel]
     stateful: Mapping[str, Stateful]
     extra_files: Callable[[int], Mapping[str, bytes]]
+    arrays: Mapping[str, HasArrays] = field(default_factory=dict)
     step: int = 0
     metrics: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def events(self) -> Events:
+        return self.health.events
 
     def begin(self) -> None:
         """Restore the checkpoint, if there is one."""
@@ -164,15 +181,26 @@ class Trainer:
     def save(self) -> None:
         """Write a checkpoint of the last complete step."""
         state = {name: part.state() for name, part in self._all_stateful().items()}
+        arrays = {name: part.arrays() for name, part in self.arrays.items()}
         with self.phases("save_checkpoint"):
-            self.saver.save(self.step, self.models, state, self.metrics, extra_files=self.extra_files(self.step))
+            self.saver.save(self.step, self.models, state, self.metrics, arrays=arrays, extra_files=self.extra_files(self.step))
 
     def load(self, checkpoint: Checkpoint) -> None:
-        """Restore models and state from ``checkpoint``, which becomes the last complete step."""
+        """Restore models and state from ``checkpoint``, which becomes the last complete step.
+
+        Raises ValueError if it has arrays of a component that this run does not have: they would be lost.
+        """
+        if lost := sorted(checkpoint.with_arrays() - self.arrays.keys()):
+            raise ValueError(
+                f"{checkpoint.path} has responses in flight ({', '.join(map(arrays_file, lost))}), which this run would lose: "
+                "resume it with the rollout settings that it was saved with, or start anew with trainer.resume_mode=disable"
+            )
         for name, model in self.models.items():
             model.load(str(checkpoint.role(name)))
         for name, part in self._all_stateful().items():
             part.load(checkpoint.state(name))
+        for name, has_arrays in self.arrays.items():
+            has_arrays.load_arrays(checkpoint.arrays(name))
         self.step = self.watchdog.step = checkpoint.step
 
     def _all_stateful(self) -> dict[str, Stateful]:
@@ -233,6 +261,7 @@ def build_trainer(
     total_steps: int,
     save_every: int,
     stateful: Mapping[str, Stateful] | None = None,
+    arrays: Mapping[str, HasArrays] | None = None,
     extra_files: Callable[[int], Mapping[str, bytes]] = lambda step: {},
 ) -> Trainer:
     """groups: all workers of the run, on ``n_gpus`` GPUs. keep: how many checkpoints of each model stay; None: all."""
@@ -255,10 +284,10 @@ def build_trainer(
             best_metric=config.trainer.best_metric,
             tokenizer=tokenizer,
         ),
-        events=events,
         watchdog=watchdog,
         health=Health(alarms, SkippedUpdates(run_dir, events, plain), kernels, events),
         models=models,
         stateful=stateful or {},
         extra_files=extra_files,
+        arrays=arrays or {},
     )

@@ -321,6 +321,15 @@ class AlgorithmConfig(Checked):
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
+class AsyncTrainingConfig:
+    """Generation across steps."""
+
+    mode: Literal["partial"] | None
+    oversubmit: Annotated[float, Ge(1.0)]
+    max_age: Positive
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
 class CustomRewardConfig:
     path: str | None
     name: str
@@ -547,6 +556,7 @@ class PPOConfig:
     actor_rollout_ref: ActorRolloutRefConfig
     critic: CriticConfig
     algorithm: AlgorithmConfig
+    async_training: AsyncTrainingConfig
     reward: RewardConfig
     alarms: AlarmsConfig
     trainer: TrainerConfig

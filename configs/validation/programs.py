@@ -95,6 +95,7 @@ def check_ppo(config: PPOConfig, typed: Collection[str], *, needs_values: bool) 
         *precision_problems(_models(config, has_critic)),
         *lora_sync_problems(config.actor_rollout_ref.model, rollout),
         *_filter_problems(config),
+        *_partial_problems(config),
         *reward_model_problems(
             config.reward, place.pool("reward"), config.data.max_prompt_length, config.data.max_response_length
         ),
@@ -333,6 +334,20 @@ def _filter_problems(config: PPOConfig) -> Iterator[str]:
             f"algorithm.filter_groups.max_num_gen_batches={groups.max_num_gen_batches}: {rounds}, which cannot fill "
             f"data.train_batch_size={data.train_batch_size}; increase it, or data.gen_batch_size"
         )
+
+
+def _partial_problems(config: PPOConfig) -> Iterator[str]:
+    algorithm, correction = config.algorithm, config.algorithm.rollout_correction
+    if config.async_training.mode is None:
+        return
+    corrects = (correction.rollout_is, correction.rollout_rs, correction.rollout_token_veto_threshold) != (None, None, None)
+    if not (corrects or correction.bypass_mode):
+        yield (
+            "async_training.mode=partial: responses contain tokens of earlier weights, and nothing corrects for them; set "
+            "algorithm.rollout_correction.rollout_is=token (or sequence), or algorithm.rollout_correction.bypass_mode=true"
+        )
+    if algorithm.filter_groups.enable:
+        yield "async_training.mode=partial: not together with algorithm.filter_groups.enable=true; remove one of them"
 
 
 def run_notes(trainer: TrainerConfig | SupervisedTrainerConfig) -> Iterator[str]:

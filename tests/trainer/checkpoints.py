@@ -6,6 +6,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
+import torch
+from torch import Tensor
+
 from configs.schema.common import CheckpointConfig
 from trainer.checkpoint.saver import Saver
 from trainer.cluster.remote import RemoteModel, SaveFailed
@@ -119,10 +122,38 @@ def saver(
     )
 
 
-def save(run_dir: Path, *steps: int, roles: Sequence[str] = ROLES, **keep: int | None) -> None:
+def save(
+    run_dir: Path,
+    *steps: int,
+    roles: Sequence[str] = ROLES,
+    arrays: Mapping[str, Mapping[str, Tensor]] | None = None,
+    **keep: int | None,
+) -> None:
     """Save a checkpoint after each of ``steps``."""
     for step in steps:
-        saver(run_dir, **keep).save(step, models(step, roles), {"kl": {"coefficient": 0.1}}, {})
+        saver(run_dir, **keep).save(step, models(step, roles), {"kl": {"coefficient": 0.1}}, {}, arrays=arrays)
+
+
+def responses(step: int) -> dict[str, dict[str, Tensor]]:
+    """Arrays of a controller with one component: columns that share memory, one that is not contiguous, and empty ones."""
+    tokens = torch.arange(6) + step
+    return {
+        "groups": {
+            "ids": tokens,
+            "same": tokens,
+            "tail": tokens[2:],
+            "columns": tokens.view(2, 3).T,
+            "log_probs": torch.tensor([-0.5, -1.5], dtype=torch.bfloat16),
+            "finished": torch.tensor(True),
+            "none": torch.zeros(0, 3),
+        }
+    }
+
+
+def equal(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> bool:
+    return found.keys() == expected.keys() and all(
+        found[name].dtype == tensor.dtype and torch.equal(found[name], tensor) for name, tensor in expected.items()
+    )
 
 
 def is_complete(path: Path, step: int) -> bool:

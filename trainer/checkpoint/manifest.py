@@ -3,10 +3,11 @@
 global_step_N/  manifest.json
   actor/  shard-00001-of-00008.safetensors ...  config.json  generation_config.json  tokenizer.json ...
   critic/ ...
+  flow/   <component>.safetensors ...: arrays of the controller's state, if it has any
 
 A checkpoint may come from a failing disk or an interrupted copy, so every file is compared with the manifest before it is used.
 Hashing the weights is the expensive part. On resume the workers do it in parallel (``check_weights``), and the controller hashes
-only the small files.
+only the small files and flow/.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 from pydantic import TypeAdapter, ValidationError
+from safetensors.torch import load
+from torch import Tensor
 
 from trainer.run.version import __version__
 from workers.controller.rpc import worker_call
@@ -31,6 +34,8 @@ if TYPE_CHECKING:
 MANIFEST = "manifest.json"
 INCOMPLETE = ".incomplete"
 WEIGHTS = ".safetensors"
+FLOW = "flow"
+"""Directory of the controller's arrays. It is not a role: no worker writes or reads it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,10 +50,11 @@ class FileEntry:
 class Manifest:
     """Content of manifest.json.
 
-    step: global_step, the number of completed training steps. roles: sub-directories at the time of writing. world_size: number
-    of ranks that wrote it. code: version and commit of the program that wrote it. config: resolved configuration of the run,
-    without secrets. state: state of the controller as JSON (KL coefficient, position in the data, ...). metrics: value of
-    trainer.best_metric, if it was measured at this step. files: all files except the manifest, by path within the checkpoint.
+    step: global_step, the number of completed training steps. roles: models that were saved, each in a directory of its name.
+    world_size: number of ranks that wrote it. code: version and commit of the program that wrote it. config: resolved
+    configuration of the run, without secrets. state: state of the controller as JSON (KL coefficient, position in the data, ...).
+    metrics: value of trainer.best_metric, if it was measured at this step. files: all files except the manifest, by path within
+    the checkpoint.
     """
 
     step: int
@@ -84,6 +90,15 @@ class Checkpoint:
             raise ValueError(f"{self.path} was saved without the state of {name}, by another version: see code in its {MANIFEST}")
         return dict(self.manifest.state[name])
 
+    def arrays(self, name: str) -> dict[str, Tensor]:
+        """Arrays of the controller's component ``name``; empty if the checkpoint was saved without that component."""
+        file = arrays_file(name)
+        return load((self.path / file).read_bytes()) if file in self.manifest.files else {}
+
+    def with_arrays(self) -> set[str]:
+        """Names of the components whose arrays the checkpoint has."""
+        return {PurePosixPath(file).stem for file in self.manifest.files if file.startswith(f"{FLOW}/")}
+
 
 class Damaged(ValueError):
     """A checkpoint differs from its manifest; the message names the file and the difference."""
@@ -108,7 +123,7 @@ def read_manifest(text: str, where: str) -> Manifest:
 
 
 def read_checkpoint(path: Path, roles: Iterable[str] | None = None, *, weights: bool = True) -> Checkpoint:
-    """Read the checkpoint at ``path`` and verify every file of ``roles`` (None: all that it was saved with). Raises Damaged.
+    """Read the checkpoint at ``path`` and verify every file of ``roles`` (None: every file). Raises Damaged.
 
     weights: whether to hash the weights as well. If false, only their names and sizes are compared here, and ``check_weights``
     hashes them on the workers.
@@ -116,14 +131,14 @@ def read_checkpoint(path: Path, roles: Iterable[str] | None = None, *, weights: 
     if not (path / MANIFEST).is_file():
         raise Damaged(f"{path}: no {MANIFEST} in it")
     manifest = read_manifest((path / MANIFEST).read_text(encoding="utf-8"), str(path))
-    roles = manifest.roles if roles is None else list(roles)
+    folders = [*manifest.roles, FLOW] if roles is None else list(roles)
     # An old checkpoint may have lost a role: actor and critic are kept for different numbers of checkpoints.
-    if gone := [role for role in roles if not (path / role).exists()]:
+    if gone := [role for role in folders if role != FLOW and not (path / role).exists()]:
         raise Damaged(
             f"{path}: of {', '.join(manifest.roles)} it has lost {', '.join(gone)} "
             "(see trainer.max_actor_ckpt_to_keep and its like)"
         )
-    wanted = {name: entry for name, entry in manifest.files.items() if "/" not in name or name.split("/")[0] in roles}
+    wanted = {name: entry for name, entry in manifest.files.items() if "/" not in name or name.split("/")[0] in folders}
     check_files(path, wanted, weights=weights)
     return Checkpoint(path, manifest)
 
@@ -140,7 +155,7 @@ def check_files(path: Path, files: Mapping[str, FileEntry], *, weights: bool = T
         for found in folder.glob("*.safetensors"):  # the loader reads every shard in the folder, so a foreign one must not pass
             if (name := found.relative_to(path).as_posix()) not in files:
                 raise Damaged(f"{path}: {name} is not of this checkpoint: {MANIFEST} does not name it")
-    compare_hashes(path, files, hashes_of(path, [name for name in files if weights or not name.endswith(WEIGHTS)]))
+    compare_hashes(path, files, hashes_of(path, [name for name in files if weights or not _is_weights(name)]))
 
 
 def check_weights(checkpoint: Checkpoint, groups: Mapping[str, WorkerGroup], watchdog: Watchdog) -> None:
@@ -188,6 +203,15 @@ def best_step(manifests: Mapping[int, Manifest], best_metric: str) -> int | None
     name, sign = best_metric.removeprefix("-"), -1.0 if best_metric.startswith("-") else 1.0
     measured = [(sign * manifest.metrics[name], step) for step, manifest in manifests.items() if name in manifest.metrics]
     return max(measured)[1] if measured else None
+
+
+def arrays_file(name: str) -> str:
+    """Path, within a checkpoint, of the arrays of the controller's component ``name``."""
+    return f"{FLOW}/{name}.safetensors"
+
+
+def _is_weights(name: str) -> bool:
+    return name.endswith(WEIGHTS) and not name.startswith(f"{FLOW}/")
 
 
 def _leads_out(name: str) -> bool:

@@ -1,6 +1,6 @@
 """Select the checkpoint from which a run resumes, and check that its configuration allows it.
 
-<run_dir>/global_step_N/{actor,critic}/...  manifest.json        latest_checkpointed_iteration.txt
+<run_dir>/global_step_N/{actor,critic,flow}/...  manifest.json   latest_checkpointed_iteration.txt
 
 trainer/checkpoint/saver.py writes them. A damaged checkpoint is skipped in favour of the previous one, unless the user named it.
 
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from configs.schema.common import OptimConfig
-from trainer.checkpoint.manifest import INCOMPLETE, MANIFEST, Checkpoint, Damaged, read_checkpoint
+from trainer.checkpoint.manifest import FLOW, INCOMPLETE, MANIFEST, Checkpoint, Damaged, read_checkpoint
 from trainer.checkpoint.remote_copies import RemoteCopies, is_url
 from trainer.checkpoint.unfinished import complete_interrupted, remove_announcements
 from trainer.cluster.role_builder import optimizer_spec, schedule_length
@@ -225,7 +225,7 @@ def _remove_leftovers(run_dir: Path) -> None:
         path = checkpoint_dir(run_dir, step)
         remove_announcements(path)
         # A checkpoint without any role: its last one was removed, and a kill came before its own removal (saver._drop_old).
-        if not any(child.is_dir() for child in path.iterdir()):
+        if not any(child.is_dir() and child.name != FLOW for child in path.iterdir()):
             shutil.rmtree(path)
 
 

@@ -33,15 +33,20 @@ from tempfile import TemporaryDirectory
 from types import TracebackType
 from typing import Any
 
+import torch
+from safetensors.torch import save
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from configs.schema.common import CheckpointConfig
 from trainer.checkpoint.manifest import (
+    FLOW,
     INCOMPLETE,
     MANIFEST,
     Checkpoint,
     Damaged,
     Manifest,
+    arrays_file,
     best_step,
     code_version,
     read_checkpoint,
@@ -124,14 +129,18 @@ class Saver:
         state: Mapping[str, Any],
         metrics: Mapping[str, float],
         *,
+        arrays: Mapping[str, Mapping[str, Tensor]] | None = None,
         extra_files: Mapping[str, bytes] | None = None,
     ) -> None:
         """Write a checkpoint of ``step``, with each model in a directory of its name. Waits for the previous save first.
 
-        state: of the controller's components. metrics: of the step. extra_files: {name: content} saved with each model in
-        addition to the tokenizer. With async_save it returns when the state of all models is copied to host memory.
+        state: of the controller's components. metrics: of the step. arrays: of those components whose state has tensors, by
+        component. extra_files: {name: content} saved with each model in addition to the tokenizer.
+        With async_save it returns when the state of all models is copied to host memory.
         """
         started = time.monotonic()
+        # First: a copy of the arrays, which training modifies.
+        flow = {arrays_file(name): _serialized(tensors) for name, tensors in (arrays or {}).items()}
         # Workers write one save at a time, see ModelRole.save.
         self.finish_pending()
         folder = _incomplete(checkpoint_dir(self.run_dir, step))
@@ -142,6 +151,8 @@ class Saver:
             controller_files = self._tokenizer_files | dict(extra_files or {})
             for role in models:
                 _write(controller_files, folder / role)
+            _write(flow, folder)
+            names = [f"{role}/{name}" for role in models for name in controller_files] + [*flow]
             manifest = Manifest(
                 step=step,
                 roles=sorted(models),
@@ -150,7 +161,7 @@ class Saver:
                 config=self.config,
                 state=json.loads(json.dumps(state)),  # a deep copy: in the background training modifies the state meanwhile
                 metrics=self._measured(step, metrics),
-                files=entries(saved_files(folder, [f"{role}/{name}" for role in models for name in controller_files])),
+                files=entries(saved_files(folder, names)),
             )
             if self.background:
                 # Before the workers write: the next start completes only a save that was announced.
@@ -369,6 +380,12 @@ def _write(files: Mapping[str, bytes], folder: Path) -> None:
         (folder / name).write_bytes(content)
 
 
+def _serialized(tensors: Mapping[str, Tensor]) -> bytes:
+    """Content of a safetensors file."""
+    # Copies: the format's writer refuses tensors that share memory or are not contiguous, such as columns of one batch.
+    return save({name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in tensors.items()})
+
+
 def _incomplete(path: Path) -> Path:
     return path.with_name(path.name + INCOMPLETE)
 
@@ -390,13 +407,16 @@ def _manifests(run_dir: Path) -> dict[int, Manifest]:
 def _drop_old(run_dir: Path, role: str, keep: int, *, spare: int | None) -> None:
     """Remove ``role`` from all checkpoints that have it, except the ``keep`` newest and that of step ``spare``.
 
-    A checkpoint that has lost its last role is removed altogether.
+    A checkpoint that has lost its last role is removed altogether. The arrays of the controller are removed with the first role:
+    only a run that resumes reads them, and it needs all roles.
     """
     holding = [step for step in checkpoint_steps(run_dir) if (checkpoint_dir(run_dir, step) / role).exists()]
     for step in holding[:-keep]:
         if step != spare:
             checkpoint = checkpoint_dir(run_dir, step)
             _remove(checkpoint / role)
+            if (checkpoint / FLOW).exists():
+                _remove(checkpoint / FLOW)
             if not any(child.is_dir() for child in checkpoint.iterdir()):
                 _remove(checkpoint)
 

@@ -152,21 +152,22 @@ class PromptStream:
         """Prompts of the next round. Raises RuntimeError if single prompts of it were taken."""
         if self.taken:
             raise RuntimeError(f"round {self.drawn}: {self.taken} of {self.order.batch_size} prompts were taken with draw_one")
-        prompts = [self._prompt(place, row) for place, row in enumerate(self.order.batch(self.drawn))]
+        first, rows = self.drawn * self.order.batch_size, self.order.batch(self.drawn)
         self.drawn += 1
-        return prompts
+        return [replace(self.data[row], ordinal=first + place) for place, row in enumerate(rows)]
 
     def draw_one(self) -> Prompt:
         """The next single prompt."""
-        prompt = self._prompt(self.taken, self.order.batch(self.drawn)[self.taken])
+        prompt = self.prompt(self.drawn * self.order.batch_size + self.taken)
         self.taken += 1
         if self.taken == self.order.batch_size:
             self.drawn, self.taken = self.drawn + 1, 0
         return prompt
 
-    def _prompt(self, place: int, row: int) -> Prompt:
-        """The prompt at ``place`` of the next round. row: its index in the data."""
-        return replace(self.data[row], ordinal=self.drawn * self.order.batch_size + place)
+    def prompt(self, ordinal: int) -> Prompt:
+        """The prompt with this ordinal, wherever the stream is."""
+        drawn, place = divmod(ordinal, self.order.batch_size)
+        return replace(self.data[self.order.batch(drawn)[place]], ordinal=ordinal)
 
     def state(self) -> dict[str, int]:
         return {"drawn": self.drawn} | ({"taken": self.taken} if self.taken else {})

@@ -131,16 +131,19 @@ class Loop:
         """
         trainer = self.trainer
         trainer.metrics |= {"training/global_step": step, "training/epoch": self.prompts.epoch} | self.rollbacks.metrics()
-        # Sampling advances the prompt stream and the running moments of reward models. An abandoned step restores both, so that
-        # the checkpoint written on exit belongs to the last complete step.
+        # Sampling advances the prompt stream, the running moments of reward models and the groups in flight. An abandoned step
+        # restores all of them, so that the checkpoint written on exit belongs to the last complete step.
         parts = {name: part for name, part in trainer.stateful.items() if name in ("data", "reward_models")}
         before = {name: part.state() for name, part in parts.items()}
+        arrays = {name: has_arrays.arrays() for name, has_arrays in trainer.arrays.items()}
         overlap = self.score_overlapped if self.scoring_overlaps else None
         try:
             batch = self.sampler.next_batch(step, self.prompts, trainer.phases, overlap)
         except LeftUndone:
             for name, state in before.items():
                 parts[name].load(state)
+            for name, tensors in arrays.items():
+                trainer.arrays[name].load_arrays(tensors)
             trainer.events.add(trainer.step, "left", f"step {step}: a signal to stop, and the rewards did not come")
             return None
         started_from = self.config.actor_rollout_ref.model.path if trainer.resume is None else str(trainer.resume.path)
@@ -210,8 +213,12 @@ class Loop:
         config, tokens = self.config.algorithm.rollout_correction, batch.tokens
         if config.bypass_mode or "old_log_probs" not in tokens:
             return Batch(batch.lengths)
-        gap = mismatch(tokens["old_log_probs"], tokens["rollout_log_probs"], tokens["response_mask"])
-        self.trainer.metrics |= plain_numbers(gap)
+        # Of tokens that the present weights sampled: older ones differ because the policy has changed. A replayed batch of an
+        # earlier program has no versions.
+        versions = tokens.get("weight_version")
+        fresh = tokens["response_mask"] if versions is None else tokens["response_mask"] * (versions == self.rollout.version)
+        if fresh.any():
+            self.trainer.metrics |= plain_numbers(mismatch(tokens["old_log_probs"], tokens["rollout_log_probs"], fresh))
         if not is_enabled(config):
             return Batch(batch.lengths)
         found = rollout_correction(

@@ -45,9 +45,12 @@ from trainer.rewards.remote.remote_rewards import needs_data_sources, open_rewar
 from trainer.rewards.rules.reward_registry import check_data_sources
 from trainer.rewards.scoring import Failures, Rewards
 from trainer.rewards.shaping import Shaping
+from trainer.rollout.buffer import GroupBuffer
+from trainer.rollout.partial import PartialRollouts
+from trainer.rollout.policies import FilteredRounds, OneRound
 from trainer.rollout.remote_rollout import RemoteRollout
 from trainer.rollout.rollout_builder import end_tokens, rollout_spec, sampling, validation_sampling
-from trainer.rollout.sampler import Sampler
+from trainer.rollout.sampler import BatchPolicy, Sampler
 from trainer.rollout.validation import Validation
 from trainer.run.events import Events
 from trainer.run.logger import Logger
@@ -205,6 +208,8 @@ class Assembly:
         # After the models: the engine is created next to the actor, or connects to the pool that has it.
         rollout = self.rollout()
         start.ended("engine")
+        prompts = self.stream()
+        policy = self.batch_policy(prompts)
         sampler = Sampler(
             rollout,
             rewards,
@@ -213,9 +218,8 @@ class Assembly:
             n=config.actor_rollout_ref.rollout.n,
             sampling=self.sampling(),
             seed=config.trainer.seed,
-            groups=config.data.train_batch_size,
-            filter_groups=config.algorithm.filter_groups,
-            with_baselines="baselines" in ADVANTAGES.needs(config.algorithm.adv_estimator),
+            policy=policy,
+            with_baselines=self.wants_baselines,
             reward=config.reward,
             shaping=Shaping(config.reward.shaping, RunningMoments()),
             models=self.reward_models(),
@@ -226,7 +230,7 @@ class Assembly:
         self.phases.progress["reward"] = lambda: rewards.progress
         # A signal to stop shortens the time limit of scoring that is under way.
         self.lifecycle.stopping.hurry = self.watchdog.hurry
-        prompts, kl, returns = self.stream(), KLController.start(config.algorithm.kl_ctrl), RunningMoments()
+        kl, returns = KLController.start(config.algorithm.kl_ctrl), RunningMoments()
         trainer = harness.build_trainer(
             config,
             self.lifecycle,
@@ -252,6 +256,7 @@ class Assembly:
                 **({} if sampler.models is None else {"reward_models": sampler.models}),
                 "rollbacks": sampler.rollbacks,
             },
+            arrays={"groups": policy.buffer} if isinstance(policy, PartialRollouts) else {},
         )
         # Step 0, before anything is generated: without a stop token no response can terminate.
         if resume is None:
@@ -400,6 +405,23 @@ class Assembly:
     def sampling(self) -> Sampling:
         models = self.config.actor_rollout_ref
         return sampling(models.rollout, self.tokenizer, models.model, self.config.data)
+
+    def batch_policy(self, prompts: PromptStream) -> BatchPolicy:
+        config, groups = self.config, self.config.data.train_batch_size
+        if config.async_training.mode == "partial":
+            each = config.actor_rollout_ref.rollout.n + self.wants_baselines
+            options = config.async_training
+            return PartialRollouts(
+                GroupBuffer(each, prompts.prompt), groups=groups, oversubmit=options.oversubmit, max_age=options.max_age
+            )
+        if config.algorithm.filter_groups.enable:
+            return FilteredRounds(config.algorithm.filter_groups, groups)
+        return OneRound()
+
+    @property
+    def wants_baselines(self) -> bool:
+        """Whether the advantage estimator needs a greedy response to each prompt."""
+        return "baselines" in ADVANTAGES.needs(self.config.algorithm.adv_estimator)
 
     def stream(self) -> PromptStream:
         """Training prompts. With algorithm.filter_groups, a round may differ in size from a batch (data.gen_batch_size)."""

@@ -185,9 +185,10 @@ class NoRollout(RemoteRollout):
     """Stands in for the rollout engine: nothing is generated, so weights are not synced."""
 
     def __init__(self) -> None:
-        pass
+        self.version = 0
 
     def sync_weights(self, version: int) -> Metrics:
+        self.version = version
         return {}
 
 

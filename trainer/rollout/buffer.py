@@ -7,7 +7,7 @@ taken once, or it is here, and a checkpoint holds all of them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -35,34 +35,56 @@ class PendingResponse:
 
 @dataclass(slots=True)
 class PendingGroup:
-    """A prompt with its responses. ordinal: number of the prompt in the run. step: that of its admission. tick: at which its last
-    response ended; None: it is unfinished.
-    """
+    """A prompt with its responses. step: of its admission. tick: at which its last response ended; None: it is unfinished."""
 
-    ordinal: int
     step: int
     prompt: Prompt
     responses: list[PendingResponse]
     tick: int | None = None
 
+    @property
+    def ordinal(self) -> int:
+        """Number of the prompt in the run."""
+        return self.prompt.ordinal
+
+    def batch(self, ids: Sequence[int]) -> Batch:
+        """Its responses as an engine returns them, with the columns of RolloutRole.advance. ids: theirs."""
+        columns = {name: [response.column(name) for response in self.responses] for name in COLUMNS}
+        return Batch(
+            lengths=torch.tensor([len(row) for row in columns["input_ids"]], dtype=torch.int64),
+            tokens={name: torch.cat(rows) for name, rows in columns.items()},
+            rows={"id": torch.tensor(ids), "finished": torch.tensor([response.finished for response in self.responses])},
+        )
+
 
 class GroupBuffer:
-    """All groups in flight. Requests have the id ordinal * n + sample. n: responses per group."""
+    """All groups in flight. Requests have the id ordinal * n + sample.
 
-    def __init__(self, n: int) -> None:
+    n: responses per group. tick: number of ticks so far, over the whole run.
+    """
+
+    def __init__(self, n: int, prompt: Callable[[int], Prompt]) -> None:
+        """prompt: the prompt with an ordinal, from which a checkpoint is restored."""
         self.n = n
+        self.tick = 0
+        self._prompt = prompt
         self._groups: dict[int, PendingGroup] = {}
 
     def __len__(self) -> int:
         return len(self._groups)
 
-    def admit(self, ordinal: int, step: int, prompt: Prompt, seeds: Sequence[int], greedy: Sequence[bool]) -> list[int]:
+    @property
+    def n_unfinished(self) -> int:
+        """Number of groups with an unfinished response."""
+        return sum(group.tick is None for group in self._groups.values())
+
+    def admit(self, step: int, prompt: Prompt, seeds: Sequence[int], greedy: Sequence[bool]) -> list[int]:
         """Add a group; returns the ids of its requests."""
         responses = [PendingResponse(*one) for one in zip(seeds, greedy, strict=True)]
-        if len(responses) != self.n or ordinal in self._groups:
-            raise ValueError(f"group {ordinal}: {len(responses)} of {self.n} responses, or in flight already")
-        self._groups[ordinal] = PendingGroup(ordinal, step, prompt, responses)
-        return [ordinal * self.n + sample for sample in range(self.n)]
+        if len(responses) != self.n or prompt.ordinal in self._groups:
+            raise ValueError(f"group {prompt.ordinal}: {len(responses)} of {self.n} responses, or in flight already")
+        self._groups[prompt.ordinal] = PendingGroup(step, prompt, responses)
+        return self._ids(prompt.ordinal)
 
     def requests(self, ids: Sequence[int]) -> Batch:
         """Rollout requests with what their responses have so far; see RolloutRole.advance."""
@@ -80,37 +102,87 @@ class GroupBuffer:
             },
         )
 
-    def add(self, sampled: Batch, tick: int | None) -> None:
-        """Append sampled tokens to their responses. tick: at which these responses ended; None: they were interrupted."""
+    def add(self, sampled: Batch, *, ended: bool) -> int:
+        """Append sampled tokens to their responses; returns their number. ended: these responses ended at this tick, otherwise
+        they were interrupted.
+        """
         columns = {name: sampled.split_rows(name) for name in COLUMNS}
         for row, id in enumerate(sampled.rows["id"].tolist()):
             response, group = self._response(id), self._groups[id // self.n]
             for name, parts in response.parts.items():
                 parts.append(columns[name][row])
-            if tick is not None:
+            if ended:
                 response.finished = int(sampled.rows["finished"][row])
                 if all(other.finished is not None for other in group.responses):
-                    group.tick = tick
+                    group.tick = self.tick
+        return sampled.total_tokens
 
-    def unfinished(self) -> list[int]:
-        """Ids of the requests whose responses have not ended, in order."""
-        return [
-            ordinal * self.n + sample
+    def unfinished(self) -> list[list[int]]:
+        """Ids of the requests whose responses have not ended, by group, in order."""
+        rows = (
+            [id for id, response in zip(self._ids(ordinal), group.responses, strict=True) if response.finished is None]
             for ordinal, group in sorted(self._groups.items())
-            for sample, response in enumerate(group.responses)
-            if response.finished is None
-        ]
+        )
+        return [ids for ids in rows if ids]
+
+    def complete(self) -> list[PendingGroup]:
+        """Groups whose responses have all ended, in the order in which steps take them: by tick, then ordinal."""
+        complete = ((group.tick, ordinal) for ordinal, group in self._groups.items() if group.tick is not None)
+        return [self._groups[ordinal] for _, ordinal in sorted(complete)]
 
     def may_take(self, count: int, step: int, max_age: int) -> bool:
         """Whether ``count`` groups are complete and no group admitted ``max_age`` steps ago or earlier is unfinished."""
-        complete = [group for group in self._groups.values() if group.tick is not None]
         late = any(group.tick is None and step - group.step >= max_age for group in self._groups.values())
-        return len(complete) >= count and not late
+        return len(self) - self.n_unfinished >= count and not late
 
     def take(self, count: int) -> list[PendingGroup]:
-        """Remove the first ``count`` complete groups by (tick, ordinal); returns them by ordinal."""
-        complete = [(group.tick, ordinal) for ordinal, group in self._groups.items() if group.tick is not None]
-        return [self._groups.pop(ordinal) for ordinal in sorted(ordinal for _, ordinal in sorted(complete)[:count])]
+        """Remove the first ``count`` complete groups; returns them."""
+        return [self._groups.pop(group.ordinal) for group in self.complete()[:count]]
+
+    def arrays(self) -> dict[str, Tensor]:
+        """All groups, for a checkpoint. By group: ordinal, step, tick (-1: unfinished). By response: seed, greedy, finished (-1:
+        neither), length. By token: the columns. now: the tick.
+        """
+        groups = [group for _, group in sorted(self._groups.items())]
+        responses = [response for group in groups for response in group.responses]
+        columns = {name: [response.column(name) for response in responses] for name in COLUMNS}
+        numbers = {
+            "now": [self.tick],
+            "ordinal": [group.ordinal for group in groups],
+            "step": [group.step for group in groups],
+            "tick": [-1 if group.tick is None else group.tick for group in groups],
+            "seed": [response.seed for response in responses],
+            "greedy": [response.greedy for response in responses],
+            "finished": [-1 if response.finished is None else response.finished for response in responses],
+            "length": [len(row) for row in columns["input_ids"]],
+        }
+        tokens = {name: torch.cat([torch.zeros(0, dtype=COLUMNS[name]), *rows]) for name, rows in columns.items()}
+        return {name: torch.tensor(values, dtype=torch.int64) for name, values in numbers.items()} | tokens
+
+    def load_arrays(self, arrays: Mapping[str, Tensor]) -> None:
+        """Replace all groups by those of ``arrays``; none for a checkpoint without them."""
+        self._groups = {}
+        if not arrays:
+            return
+        self.tick = int(arrays["now"])
+        lengths = arrays["length"].tolist()
+        columns = {name: [*arrays[name].split(lengths)] for name in COLUMNS}
+        responses = [
+            PendingResponse(
+                seed, bool(greedy), {name: [rows[place]] for name, rows in columns.items()}, None if finished < 0 else finished
+            )
+            for place, (seed, greedy, finished) in enumerate(
+                zip(*(arrays[name].tolist() for name in ("seed", "greedy", "finished")), strict=True)
+            )
+        ]
+        for place, (ordinal, step, tick) in enumerate(
+            zip(*(arrays[name].tolist() for name in ("ordinal", "step", "tick")), strict=True)
+        ):
+            of_group = responses[place * self.n : (place + 1) * self.n]
+            self._groups[ordinal] = PendingGroup(step, self._prompt(ordinal), of_group, None if tick < 0 else tick)
+
+    def _ids(self, ordinal: int) -> list[int]:
+        return [ordinal * self.n + sample for sample in range(self.n)]
 
     def _response(self, id: int) -> PendingResponse:
         return self._groups[id // self.n].responses[id % self.n]

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
 import torch
@@ -40,10 +39,8 @@ class RemoteRollout:
         self.trainers = trainers if trainers is not group else None
         # Colocated engines that free their memory lose their weights while a model is active, see ``rest``.
         self._gives_way = spec.rollout.free_cache_engine and self.trainers is None
-        self._version, self._slept = 0, False
+        self.version, self._slept = 0, False
         self._slots, self._balance = spec.rollout.max_num_seqs, spec.rollout.balance
-        # SGLang generates between the calls too: its replicas keep no common time.
-        self._in_step = self._balance == "tokens" and self.engine != "sglang"
         self._progress = None if spec.run_dir is None else Progress(progress_file(spec.run_dir, 0))
         from workers.roles.worker import Worker
 
@@ -59,7 +56,7 @@ class RemoteRollout:
 
     def sync_weights(self, version: int) -> Metrics:
         """Give every engine the weights of the source; completions have ``version`` from now on."""
-        self._version, self._slept = version, False
+        self.version, self._slept = version, False
         receiving = role_call(ROLE, RolloutRole.sync_weights, version)
         if self.trainers is None:
             return join_metrics(self._call("sync", receiving))
@@ -93,56 +90,46 @@ class RemoteRollout:
         Yielded tokens: input_ids, rollout_log_probs, weight_version (T,). Yielded rows (B,): id (row of ``prompts``), finished
         (1: terminated, 0: truncated).
         """
+        prompts = prompts.with_rows(id=torch.arange(len(prompts)))
+        flow = self.flow(sampling, prompts.select, expected=len(prompts))
+        for first in range(0, len(prompts), group_size):
+            flow.admit(range(first, first + group_size), int(prompts.lengths[first]))
+        ended: list[Batch] = []
+        while flow.start():
+            yield from ended
+            ended = flow.wait()
+        yield from ended
+
+    def flow(
+        self, sampling: Sampling, requests: Callable[[Sequence[int]], Batch], *, expected: int, in_step: bool = False
+    ) -> RolloutFlow:
+        """A flow of requests through the engines, which have none. See RolloutFlow.
+
+        expected: number of responses, for the display. in_step: replicas wait for each other after every tick under any balance.
+        """
         if self._slept:
-            self.sync_weights(self._version)
+            self.sync_weights(self.version)
         scheduler = RolloutScheduler(
             n_replicas=len(self.mesh.output_ranks), slots=self._slots, max_tokens=sampling.max_tokens, balance=self._balance
         )
-        for first in range(0, len(prompts), group_size):
-            scheduler.admit(range(first, first + group_size), int(prompts.lengths[first]))
-        prompts = prompts.with_rows(id=torch.arange(len(prompts)))
-        none = prompts.select([])
-        calls: set[StartedCall[Batch]] = set()
-        results: dict[StartedCall[Batch], Batch] = {}
-        with self._reporting(len(prompts)) as report:
-            while True:
-                ended = {call.replica: Ended(one.rows["id"].tolist(), one.lengths.tolist()) for call, one in results.items()}
-                scheduler.record(ended)
-                for replica, rows in scheduler.calls().items():
-                    new = prompts.select(rows) if rows else none
-                    calls.add(self._advance(replica, new, sampling, scheduler.held(replica)))
-                report(ended.values())
-                yield from (responses for responses in results.values() if len(responses))
-                if not calls:
-                    break
-                results = self.watchdog.results(calls, every=self._in_step)
-                calls -= results.keys()
-
-    def _advance(self, replica: int, prompts: Batch, sampling: Sampling, held: int) -> StartedCall[Batch]:
-        """Start RolloutRole.advance on a replica. held: number of responses that it has not finished."""
-        call = role_call(ROLE, RolloutRole.advance, prompts, sampling, STEPS)
-
-        def work() -> list[str]:
-            mine = f"{held} unfinished responses, at most {STEPS} steps"
-            return [mine if shard == replica else "" for shard in self.mesh.shard_of_rank]
-
-        return self.watchdog.start(self.group, "generate", self._what("generate"), call, mesh=ROLE, replica=replica, work=work)
-
-    @contextmanager
-    def _reporting(self, requested: int) -> Iterator[Callable[[Iterable[Ended]], None]]:
-        """Report progress to the display; yields a function to be called with the responses that ended."""
-        done = tokens = 0
-
-        def report(ended: Iterable[Ended]) -> None:
-            nonlocal done, tokens
-            for one in ended:
-                done, tokens = done + len(one.rows), tokens + sum(one.lengths)
-            if self._progress is not None:
-                self._progress.record(done, tokens)
-
         if self._progress is not None:
-            self._progress.begin(requested)
-        yield report
+            self._progress.begin(expected)
+        # SGLang generates between the calls too: its replicas keep no common time.
+        in_step = (in_step or self._balance == "tokens") and self.engine != "sglang"
+        return RolloutFlow(self, scheduler, sampling, requests, self._progress, in_step=in_step)
+
+    def start_call(self, call: Call[Batch], replica: int, work: str) -> StartedCall[Batch]:
+        """Start a call on the ranks of a replica. work: what they do in it, for messages."""
+
+        def of_ranks() -> list[str]:
+            return [work if shard == replica else "" for shard in self.mesh.shard_of_rank]
+
+        what = self._what("generate")
+        return self.watchdog.start(self.group, "generate", what, call, mesh=ROLE, replica=replica, work=of_ranks)
+
+    def suspend(self) -> list[Batch]:
+        """Take all requests from the engines, between calls; see RolloutRole.suspend."""
+        return self._call("generate", role_call(ROLE, RolloutRole.suspend), mesh=ROLE)
 
     def _call(self, phase: str, call: Call[R], *, mesh: str | None = None, work: Callable[[], Sequence[str]] = list) -> list[R]:
         """Result of a call, see Watchdog.call. The group has no other call in progress: the phase's time is that of this call."""
@@ -155,3 +142,66 @@ class RemoteRollout:
         """Counters of all engines since the last call, summed; see Rollout.stats."""
         parts = self._call("ask", role_call(ROLE, RolloutRole.stats), mesh=ROLE)
         return {name: sum(part[name] for part in parts) for name in parts[0]}
+
+
+class RolloutFlow:
+    """Requests that go through the engines of a RemoteRollout, tick by tick.
+
+    A tick is one call of at most ``STEPS`` engine steps on each replica that has work. ``start`` begins it and ``wait`` ends it;
+    requests are admitted between ``wait`` and ``start``. The engines work while the caller uses the responses of earlier ticks.
+    """
+
+    def __init__(
+        self,
+        rollout: RemoteRollout,
+        scheduler: RolloutScheduler,
+        sampling: Sampling,
+        requests: Callable[[Sequence[int]], Batch],
+        progress: Progress | None,
+        *,
+        in_step: bool,
+    ) -> None:
+        """requests: rows with these ids, as RolloutRole.advance takes them. in_step: see RemoteRollout.flow."""
+        self._rollout = rollout
+        self._scheduler = scheduler
+        self._sampling = sampling
+        self._requests = requests
+        self._progress = progress
+        self._in_step = in_step
+        self._calls: set[StartedCall[Batch]] = set()
+        self._ended = self._ended_tokens = 0
+
+    def admit(self, ids: Sequence[int], prompt_tokens: int) -> None:
+        """Queue requests with the same prompt; one replica gets them."""
+        self._scheduler.admit(ids, prompt_tokens)
+
+    def start(self) -> bool:
+        """Give the replicas their next calls; returns whether any call is in progress."""
+        for replica, ids in self._scheduler.calls().items():
+            call = role_call(ROLE, RolloutRole.advance, self._requests(ids), self._sampling, STEPS)
+            work = f"{self._scheduler.held(replica)} unfinished responses, at most {STEPS} steps"
+            self._calls.add(self._rollout.start_call(call, replica, work))
+        return bool(self._calls)
+
+    def wait(self) -> list[Batch]:
+        """Wait for the calls of this tick; returns the responses that ended, one batch or none from each replica.
+
+        Where replicas keep no common time: for at least one call.
+        """
+        results = self._rollout.watchdog.results(self._calls, every=self._in_step)
+        self._calls -= results.keys()
+        self._scheduler.record(
+            {call.replica: Ended(one.rows["id"].tolist(), one.lengths.tolist()) for call, one in results.items()}
+        )
+        self._ended += sum(map(len, results.values()))
+        self._ended_tokens += sum(one.total_tokens for one in results.values())
+        if self._progress is not None:
+            self._progress.record(self._ended, self._ended_tokens)
+        return [responses for responses in results.values() if len(responses)]
+
+    def suspend(self) -> tuple[list[Batch], list[Batch]]:
+        """Take all requests from the engines. Returns responses that ended meanwhile, and what was sampled for the others."""
+        ended: list[Batch] = []
+        while self._calls:
+            ended += self.wait()
+        return ended, self._rollout.suspend()

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Protocol
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from configs.schema.ppo import FilterGroupsConfig, RewardConfig
+from configs.schema.ppo import RewardConfig
 from trainer.algorithms.segments import sum_by
 from trainer.cluster.watchdog import Watchdog
 from trainer.data.dataset import Prompt, PromptStream
@@ -20,7 +21,6 @@ from trainer.rewards.remote.remote_rewards import RemoteRewards
 from trainer.rewards.requests import responses_to_score
 from trainer.rewards.scoring import Failures, Rewards, Score
 from trainer.rewards.shaping import Shaping, missing_eos_penalty, overlong_penalty
-from trainer.rollout.group_filtering import Tally, group_verdicts, metric_values
 from trainer.rollout.remote_rollout import RemoteRollout
 from trainer.rollout.responses import decode_responses, join_responses, prompt_batch
 from trainer.run.timing import Phases
@@ -34,8 +34,20 @@ Overlap = Callable[[Batch, Callable[[], ScoredResponses]], tuple[ScoredResponses
 """Scores responses while other models compute columns of the same rows: (batch, scoring function) -> (scores, columns)."""
 
 
+class BatchPolicy(Protocol):
+    """Decides which prompts a step generates responses to, and which of these form its batch. See policies.py and partial.py.
+
+    selects_groups: whether groups may be dropped after scoring.
+    """
+
+    selects_groups: bool
+
+    def batch(self, sampler: Sampler, step: int, prompts: PromptStream, phases: Phases, overlap: Overlap | None) -> Batch:
+        """Batch of the step, see Sampler.next_batch: scored, without rows whose reward failed, before shaping."""
+
+
 class Sampler:
-    """Synchronous sampler: generates responses with the current policy on demand, and scores them."""
+    """Generates responses with the current policy, and scores them."""
 
     def __init__(
         self,
@@ -47,8 +59,7 @@ class Sampler:
         n: int,
         sampling: Sampling,
         seed: int,
-        groups: int,
-        filter_groups: FilterGroupsConfig,
+        policy: BatchPolicy,
         with_baselines: bool,
         reward: RewardConfig,
         shaping: Shaping,
@@ -56,7 +67,7 @@ class Sampler:
         rollbacks: Rollbacks,
         failures: Failures,
     ) -> None:
-        """n: responses per training prompt. sampling, seed: of training responses. groups: prompts in a step's batch.
+        """n: responses per training prompt. sampling, seed: of training responses. policy: how a step's batch is generated.
 
         with_baselines: also score a greedy response to each training prompt. reward: penalties of training responses. shaping:
         of their rewards. models: additional reward models. rollbacks: their number enters the seeds of training responses.
@@ -68,8 +79,7 @@ class Sampler:
         self.n = n
         self.sampling = sampling
         self.seed = seed
-        self.groups = groups
-        self.filter_groups = filter_groups
+        self.policy = policy
         self.with_baselines = with_baselines
         self.reward = reward
         self.shaping = shaping
@@ -82,8 +92,7 @@ class Sampler:
     def next_batch(self, step: int, prompts: PromptStream, phases: Phases, overlap: Overlap | None = None) -> Batch:
         """Generate the step's training batch: scored responses, ``n`` per prompt, in the order of the prompts.
 
-        Rows whose reward failed are dropped. With filter_groups, groups whose responses all have the same score are dropped too,
-        and rounds are generated until ``groups`` groups are kept. Columns in addition to those of ``answer``:
+        Rows whose reward failed are dropped. Columns in addition to those of ``generate_and_score``:
 
         tokens: token_level_scores (T,), the shaped reward at the last token, except for rewards that models give to other tokens.
         rows: reward (shaped), baseline (with_baselines).
@@ -94,8 +103,7 @@ class Sampler:
         """
         self.failures.start_step()
         self.left_out = []
-        fill = self.filter_groups.enable
-        batch = self._fill_batch(step, prompts, phases) if fill else self._one_round(step, prompts, phases, overlap)
+        batch = self.policy.batch(self, step, prompts, phases, overlap)
         # After filtering: running moments and group statistics are those of the rows that are trained on.
         reward, baseline = self.shaping(batch.rows["reward"], batch.rows["group"], batch.rows.get("baseline"))
         batch = batch.with_rows(reward=reward, **({} if baseline is None else {"baseline": baseline}))
@@ -104,54 +112,16 @@ class Sampler:
     @property
     def selects_groups(self) -> bool:
         """Whether generated responses may be dropped after scoring; computing columns for them in advance would be wasted."""
-        return self.filter_groups.enable or self.with_baselines
+        return self.policy.selects_groups or self.with_baselines
 
-    def _one_round(self, step: int, prompts: PromptStream, phases: Phases, overlap: Overlap | None) -> Batch:
-        """Batch of one round of prompts, without rows whose reward failed."""
-        answered = self._sample_to_train(prompts.draw(), "train", step, phases, overlap)
-        scored = self._drop_failed(answered)
+    def scored_only(self, answered: Batch) -> Batch:
+        """``answered`` without rows whose reward failed, with meta["metrics"]."""
+        scored = self.drop_failed(answered)
         check_some_scored(answered, len(scored))
-        return scored.with_meta({"metrics": {"reward/failed": len(answered) - len(scored)} | self.failures.metrics()})
+        failed = {"reward/failed": len(answered) - len(scored)} | self.failures.metrics()
+        return scored.with_meta({"metrics": failed | answered.meta.get("metrics", {})})
 
-    def _fill_batch(self, step: int, prompts: PromptStream, phases: Phases) -> Batch:
-        """Generate rounds until ``groups`` groups are kept; the first ``groups`` form the batch, surplus groups are discarded.
-
-        A prompt that was kept is not sampled again in the step. A dropped prompt is resampled, with different seeds, when the
-        next pass over the data reaches it.
-        """
-        tally = Tally(self.filter_groups, self.groups, prompts.rounds_per_epoch)
-        parts: list[Batch] = []
-        taken: list[int] = []
-        kept_uids: set[int] = set()
-        failed = generated = 0
-        first_epoch = prompts.epoch
-        while not tally.is_full:
-            tally.check_another(step)
-            # Prompts come again when a step needs more than one pass over the data. The number of passes enters the seeds below:
-            # the same step, prompt and sample would otherwise give the same responses.
-            again = prompts.epoch - first_epoch
-            asked = [prompt for prompt in prompts.draw() if prompt.uid not in kept_uids]
-            if not asked:
-                # Counts as a round without a kept group, so that check_another ends the loop after a full pass.
-                tally.add((), ())
-                continue
-            answered = self._sample_to_train(asked, "train" if not again else f"train_again_{again}", step, phases)
-            scored = self._drop_failed(answered)
-            values, groups = metric_values(scored, self.filter_groups.metric), scored.rows["group"].tolist()
-            verdicts = group_verdicts([prompt.ordinal for prompt in asked], groups, values, self.n)
-            tally.add(verdicts.values(), values)
-            check_some_scored(answered, tally.n_values)
-            kept = [prompt for prompt in asked if verdicts[prompt.ordinal] == "kept"]
-            parts.append(select_groups(scored, [prompt.ordinal for prompt in kept]))
-            taken += [prompt.ordinal for prompt in kept]
-            kept_uids |= {prompt.uid for prompt in kept}
-            failed += len(answered) - len(scored)
-            generated += answered.meta["generated_tokens"]
-        batch = select_groups(Batch.concat(parts), taken[: self.groups])
-        metrics = {"reward/failed": failed} | self.failures.metrics() | tally.metrics()
-        return batch.with_meta({"metrics": metrics, "generated_tokens": generated})
-
-    def _drop_failed(self, batch: Batch) -> Batch:
+    def drop_failed(self, batch: Batch) -> Batch:
         """Remove the rows whose reward failed and add them to ``left_out``; the result may be empty."""
         failed = batch.rows["reward_failed"]
         if not failed.any():
@@ -159,7 +129,7 @@ class Sampler:
         self.left_out.append(batch.select(failed.nonzero().flatten()))
         return batch.select((~failed).nonzero().flatten())
 
-    def _sample_to_train(
+    def sample_to_train(
         self, prompts: Sequence[Prompt], purpose: str, step: int, phases: Phases, overlap: Overlap | None = None
     ) -> Batch:
         """Training responses with rows reward (score plus penalties) and, with_baselines, baseline (of the greedy response).
@@ -170,8 +140,12 @@ class Sampler:
         batch = self.generate_and_score(
             prompts, self.n, self.sampling, phases, purpose=purpose, step=step, trains=True, overlap=overlap
         )
-        # Counted before split_baselines removes the greedy responses, which took time to generate too.
+        # Counted before baselines are split off, which took time to generate too.
         generated = int((batch.lengths - batch.rows["prompt_length"]).sum())
+        return self.with_penalties(batch).with_meta({"generated_tokens": generated})
+
+    def with_penalties(self, batch: Batch) -> Batch:
+        """Add rows reward (score plus penalties) and, with_baselines, baseline (of the greedy response, which is removed)."""
         trained = sum_by(batch.tokens["response_mask"], batch.segment_ids(), len(batch))
         penalty = overlong_penalty(trained, self.reward.reward_kwargs)
         if self.reward.reward_kwargs.overlong_buffer_cfg.log:
@@ -181,10 +155,8 @@ class Sampler:
             ]
         penalty = penalty + missing_eos_penalty(batch.rows["finished"], self.reward.missing_eos_penalty)
         batch = batch.with_rows(reward=batch.rows["score"] + penalty)
-        if self.with_baselines:
-            # After the penalties: a baseline is the reward of the greedy response, penalties included.
-            batch = split_baselines(batch, self.n)
-        return batch.with_meta({"generated_tokens": generated})
+        # After the penalties: a baseline is the reward of the greedy response, penalties included.
+        return split_baselines(batch, self.n) if self.with_baselines else batch
 
     def generate_and_score(
         self,
@@ -218,13 +190,33 @@ class Sampler:
         with phases("gen"):
             # Sample n exists with with_baselines only: the greedy response after n sampled ones.
             questions = prompt_batch(asked, seeds, greedy=torch.tensor(samples) == n)
-            parts = [self._submit(part, questions, asked) for part in self.rollout.stream(questions, sampling, each)]
-            batch = Batch.concat(parts)
+            parts = []
+            for part in self.rollout.stream(questions, sampling, each):
+                ids = part.rows["id"].tolist()
+                parts.append(self.submit(part, questions.select(ids), [asked[id] for id in ids]))
+        batch = Batch.concat(parts).with_meta({"temperature": sampling.temperature})
+        return self.finish_scoring(batch, asked, samples, phases, n=n, step=step, trains=trains, overlap=overlap)
+
+    def finish_scoring(
+        self,
+        batch: Batch,
+        asked: Sequence[Prompt],
+        samples: Sequence[int],
+        phases: Phases,
+        *,
+        n: int,
+        step: int,
+        trains: bool,
+        overlap: Overlap | None,
+    ) -> Batch:
+        """Wait for the scores of submitted responses, add those of reward models; returns what ``generate_and_score`` does.
+
+        batch: what ``_submit`` returned, in any order; rows["id"] are places in ``asked`` and ``samples`` (B).
+        """
         with phases("reward"), self.watchdog.own("reward", "scoring", f"{len(asked)} answers"):
             scores = self.rewards.finish()
         batch = batch.select(batch.rows["id"].argsort())  # they came as they ended
         del batch.rows["id"]
-        batch = batch.with_meta({"temperature": sampling.temperature})
         texts: list[str] = batch.objects.pop("response")
         scores = self._with_timeout_scores(scores)
         if self.models is not None:
@@ -238,12 +230,14 @@ class Sampler:
             batch = batch if at_tokens is None else batch.with_tokens(model_rewards=at_tokens)
             # Again: reward models on servers can time out as well.
             scores = self._with_timeout_scores(scores)
-        groups = [index if prompt.ordinal < 0 else prompt.ordinal for index, prompt in enumerate(prompts)]
+        ordinals = torch.tensor([prompt.ordinal for prompt in asked])
+        # Responses to a prompt are adjacent, from sample 0.
+        indices = (torch.tensor(samples) == 0).cumsum(0) - 1
         self.failures.add(step, "training" if trains else "validation", scores)
         score = torch.tensor([0.0 if item.value is None else item.value for item in scores])
         batch.rows |= {
             "uid": torch.tensor([prompt.uid for prompt in asked]),
-            "group": torch.tensor(groups, dtype=torch.int64).repeat_interleave(each),
+            "group": torch.where(ordinals < 0, indices, ordinals),
             "sample": torch.tensor(samples),
             "score": score,
             "reward_failed": torch.tensor([item.value is None for item in scores]),
@@ -251,13 +245,16 @@ class Sampler:
         batch.objects = describe(asked, texts, scores)
         return batch
 
-    def _submit(self, answers: Batch, questions: Batch, asked: Sequence[Prompt]) -> Batch:
-        """Submit responses for scoring, while others are generated; returns them with their prompts and objects["response"]."""
-        ids = answers.rows["id"].tolist()
-        prompts, texts = [asked[i] for i in ids], decode_responses(answers, self.tokenizer)
-        batch = join_responses(questions.select(ids), answers)
+    def submit(self, answers: Batch, questions: Batch, asked: Sequence[Prompt]) -> Batch:
+        """Submit responses for scoring, while others are generated; returns them with their prompts and objects["response"].
+
+        answers: as engines return them; rows["id"] are the places of their scores. questions, asked: the prompt of each.
+        """
+        texts = decode_responses(answers, self.tokenizer)
+        batch = join_responses(questions, answers)
         by_servers = isinstance(self.rewards, RemoteRewards)
-        self.rewards.submit(responses_to_score(prompts, texts, batch, self.tokenizer, for_servers=by_servers), ids)
+        requests = responses_to_score(asked, texts, batch, self.tokenizer, for_servers=by_servers)
+        self.rewards.submit(requests, answers.rows["id"].tolist())
         return Batch(batch.lengths, batch.tokens, batch.rows, {"response": texts})
 
     def _with_timeout_scores(self, scores: Sequence[Score]) -> list[Score]:
@@ -317,11 +314,6 @@ def split_baselines(batch: Batch, n: int) -> Batch:
     return samples.with_rows(
         baseline=greedy.rows["reward"].repeat_interleave(n), reward_failed=samples.rows["reward_failed"] | failed
     )
-
-
-def select_groups(batch: Batch, groups: Sequence[int]) -> Batch:
-    """Rows of ``groups``, in the order of the batch."""
-    return batch.select(torch.isin(batch.rows["group"], torch.tensor(groups, dtype=torch.int64)).nonzero().flatten())
 
 
 def check_some_scored(answered: Batch, n_scored: int) -> None:

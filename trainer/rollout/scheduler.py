@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 Balance = Literal["tokens", "static"]
@@ -29,9 +29,8 @@ class Ended:
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """Rows with the same prompt. order: number of admission. tokens: prompt tokens for each row, the prompt counted once."""
+    """Rows with the same prompt. tokens: prompt tokens for each row, the prompt counted once."""
 
-    order: int
     rows: tuple[int, ...]
     tokens: float
 
@@ -50,7 +49,7 @@ class RolloutScheduler:
         self._prompt_tokens = [0.0] * n_replicas
         """By replica: the prompts of these rows, each counted once."""
         self._called: set[int] = set()
-        self._n_admitted = self._n_placed = 0
+        self._n_placed = 0
         self._n_held = int(RESERVE * slots)
         self._mean_length = float(max_tokens)
         self._n_ended = self._ended_tokens = 0
@@ -67,26 +66,7 @@ class RolloutScheduler:
 
     def admit(self, rows: Sequence[int], prompt_tokens: int) -> None:
         """Queue rows with the same prompt."""
-        self._waiting.append(_Group(self._n_admitted, tuple(rows), prompt_tokens / len(rows)))
-        self._n_admitted += 1
-
-    def requeue(self) -> list[int]:
-        """Take all rows back from the replicas: they wait again, in the order of their admission. Returns the rows that ran.
-
-        For the moment after a weight sync, between turns: the engines have dropped them with their caches.
-        """
-        if self._called:
-            raise RuntimeError(f"replicas {sorted(self._called)} have not returned from their calls")
-        taken = [(group, row) for running in self._running for row, group in running.items()]
-        groups = {group.order: replace(group, rows=()) for group, _ in taken}
-        for group, row in sorted(taken, key=lambda item: (item[0].order, item[0].rows.index(item[1]))):
-            groups[group.order] = replace(groups[group.order], rows=(*groups[group.order].rows, row))
-        self._waiting.extendleft(groups[order] for order in sorted(groups, reverse=True))
-        for running in self._running:
-            running.clear()
-        self._prompt_tokens = [0.0] * len(self._running)
-        self._n_placed = 0
-        return [row for order in sorted(groups) for row in groups[order].rows]
+        self._waiting.append(_Group(tuple(rows), prompt_tokens / len(rows)))
 
     def record(self, ended: Mapping[int, Ended]) -> None:
         """Take the results of calls, by replica."""

@@ -4,7 +4,7 @@ from pathlib import Path
 import fsspec
 import pytest
 
-from tests.trainer.checkpoints import is_complete, names, save
+from tests.trainer.checkpoints import equal, is_complete, names, responses, save
 from trainer.checkpoint.manifest import MANIFEST, Damaged, read_checkpoint
 from trainer.checkpoint.remote_copies import RemoteCopies
 from trainer.checkpoint.resume import find_latest
@@ -19,8 +19,8 @@ def address(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 def put(address: str, run_dir: Path, *steps: int) -> RemoteCopies:
     copies = RemoteCopies(address)
-    save(run_dir, *steps)
     for step in steps:
+        save(run_dir, step, arrays=responses(step))
         copies.put(read_checkpoint(checkpoint_dir(run_dir, step)))
     return copies
 
@@ -33,6 +33,7 @@ def test_copied_and_fetched_checkpoint_equals_a_local_one(address: str, tmp_path
     assert fetched is not None and fetched.path == tmp_path / "new/global_step_10" and is_complete(fetched.path, 10)
     assert find_latest(tmp_path / "new") == fetched, "equal to a checkpoint that was saved here"
     assert fetched.manifest == read_checkpoint(tmp_path / "run/global_step_10").manifest
+    assert equal(fetched.arrays("groups"), responses(10)["groups"])
 
 
 def test_incomplete_copy_is_never_fetched(address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

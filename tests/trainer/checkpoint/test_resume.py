@@ -12,15 +12,16 @@ import yaml
 from configs.compose import compose
 from configs.schema.ppo import PPOConfig
 from configs.schema.supervised import RewardModelConfig, SFTConfig
-from tests.trainer.checkpoints import CONFIG, is_complete, names, save
+from tests.trainer.checkpoints import CONFIG, is_complete, names, responses, save
 from trainer.checkpoint import manifest
-from trainer.checkpoint.manifest import Checkpoint, Damaged
+from trainer.checkpoint.manifest import Checkpoint, Damaged, read_checkpoint
 from trainer.checkpoint.remote_copies import RemoteCopies
 from trainer.checkpoint.resume import (
     SAFE_TO_CHANGE,
     _is_safe,
     _remove_leftovers,
     check_config,
+    complete_checkpoint,
     find_latest,
     find_up_to,
     resolve_resume,
@@ -62,12 +63,12 @@ def test_rollback_skips_a_checkpoint_with_damaged_weights(tmp_path: Path) -> Non
 
 def test_controller_does_not_read_weights_that_workers_hash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Their names and sizes are compared; all other files are hashed."""
-    save(tmp_path, 5)
+    save(tmp_path, 5, arrays=responses(5))
     read: list[str] = []
     hashes_of = manifest.hashes_of
     monkeypatch.setattr(manifest, "hashes_of", lambda path, names: read.extend(names) or hashes_of(path, names))
     assert resolve_resume("auto", None, tmp_path, weights=False) is not None
-    assert read and not [name for name in read if name.endswith(".safetensors")]
+    assert [name for name in read if name.endswith(".safetensors")] == ["flow/groups.safetensors"], "which no worker reads"
     shard = tmp_path / "global_step_5/actor/shard-0.safetensors"
     shard.write_bytes(shard.read_bytes() + b"x")
     with pytest.raises(ValueError, match=r"no checkpoint up to step 5 is whole: .*shard-0.safetensors has "):
@@ -123,6 +124,8 @@ DAMAGE = {
     "short": ("actor/shard-1.safetensors", cut_short, r"actor/shard-1.safetensors has 16 bytes, manifest.json says 17"),
     "bit": ("critic/shard-0.safetensors", one_bit, "critic/shard-0.safetensors is not what was written: its sha256"),
     "gone": ("actor/tokenizer.json", Path.unlink, "actor/tokenizer.json is not there"),
+    "arrays": ("flow/groups.safetensors", one_bit, "flow/groups.safetensors is not what was written: its sha256"),
+    "no arrays": ("flow/groups.safetensors", Path.unlink, "flow/groups.safetensors is not there"),
     "half a manifest": ("manifest.json", cut_short, "manifest.json is not whole: Invalid JSON"),
     "no manifest": ("manifest.json", Path.unlink, "no manifest.json in it"),
     "another shard": ("actor/x.safetensors", lambda path: path.write_text(""), "actor/x.safetensors is not of this checkpoint"),
@@ -132,7 +135,7 @@ DAMAGE = {
 @pytest.mark.parametrize("kind", DAMAGE)
 def test_damaged_checkpoint_is_reported_and_the_previous_one_resumed(kind: str, tmp_path: Path) -> None:
     file, damage, output = DAMAGE[kind]
-    save(tmp_path, 2, 4, 6)
+    save(tmp_path, 2, 4, 6, arrays=responses(6))
     damage(tmp_path / "global_step_6" / file)
     with pytest.raises(ValueError, match=output.replace("no manifest.json in it", "no manifest.json")):
         resume(tmp_path / "other", "resume_path", tmp_path / "global_step_6")
@@ -166,6 +169,19 @@ def test_callback_receives_the_problems_instead_of_stderr(tmp_path: Path) -> Non
     checkpoint = find_latest(tmp_path, lambda step, text: output.append((step, text)))
     assert checkpoint is not None and checkpoint.step == 2 and output[0][0] == 4
     assert not (tmp_path / EVENTS).exists()
+
+
+def test_damaged_arrays_are_found_by_every_reader_that_needs_them(tmp_path: Path) -> None:
+    """A resume whose weights are hashed elsewhere, a rollback, a dry run; an export needs one role only."""
+    save(tmp_path, 2, 4, arrays=responses(4))
+    one_bit(tmp_path / "global_step_4/flow/groups.safetensors")
+    found = [
+        find_latest(tmp_path, weights=False),
+        find_up_to(tmp_path, 4, lambda checkpoint: None),
+        complete_checkpoint("auto", None, tmp_path),
+    ]
+    assert [checkpoint.step for checkpoint in found if checkpoint] == [2, 2, 2]
+    assert read_checkpoint(tmp_path / "global_step_4", ["actor"]).step == 4
 
 
 def test_checkpoint_without_a_role_is_skipped(tmp_path: Path) -> None:
@@ -334,7 +350,7 @@ def test_sharding_may_change_on_resume_and_dtype_may_not() -> None:
 
 
 def test_interrupted_removal_of_a_checkpoint_is_finished_at_the_next_start(tmp_path: Path) -> None:
-    for step, role in ((5, "actor.incomplete"), (10, "actor")):
+    for step, role in ((5, "actor.incomplete"), (6, "flow"), (7, "flow.incomplete"), (10, "actor")):
         (tmp_path / f"global_step_{step}" / role).mkdir(parents=True)
         (tmp_path / f"global_step_{step}" / "manifest.json").write_text("{}")
     _remove_leftovers(tmp_path)

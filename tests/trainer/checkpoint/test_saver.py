@@ -14,7 +14,20 @@ import pytest
 
 import trainer
 from tests.layout.source import ROOT
-from tests.trainer.checkpoints import CONFIG, ROLES, content, is_complete, models, names, save, saver, wait_for_threads
+from tests.trainer.checkpoints import (
+    CONFIG,
+    ROLES,
+    content,
+    equal,
+    is_complete,
+    models,
+    names,
+    responses,
+    save,
+    saver,
+    wait_for_threads,
+)
+from trainer.checkpoint.manifest import read_checkpoint
 from trainer.checkpoint.resume import check_config, find_latest, resolve_resume
 from trainer.run.errors import CheckFailed, NotSaved
 from trainer.run.run_dir import EVENTS, read_lines, start_run
@@ -57,6 +70,44 @@ def test_saved_checkpoint_is_found_and_complete(tmp_path: Path) -> None:
     assert "s3cret" not in (checkpoint.path / "manifest.json").read_text()
 
 
+@pytest.mark.parametrize("background", [False, True], ids=["waiting", "background"])
+def test_arrays_are_saved_as_they_were_when_the_save_began(background: bool, tmp_path: Path) -> None:
+    saving, arrays, gate = saver(tmp_path, async_save=background), responses(2), Future[None]()
+    if not background:
+        gate.set_result(None)
+    saving.save(2, models(2, gate=gate), {}, {}, arrays=arrays | {"nothing": {}})
+    arrays["groups"]["ids"] += 100
+    if background:
+        gate.set_result(None)
+    saving.finish()
+    checkpoint = read_checkpoint(tmp_path / "global_step_2")
+    assert names(checkpoint.path / "flow") == {"groups.safetensors", "nothing.safetensors"}
+    assert {"flow/groups.safetensors", "flow/nothing.safetensors"} < checkpoint.manifest.files.keys()
+    assert checkpoint.manifest.roles == ["actor", "critic"] and checkpoint.with_arrays() == {"groups", "nothing"}
+    assert equal(checkpoint.arrays("groups"), responses(2)["groups"]) and checkpoint.arrays("nothing") == {}
+    assert checkpoint.arrays("of_another_version") == {}
+
+
+def test_checkpoint_without_arrays_has_no_directory_for_them(tmp_path: Path) -> None:
+    save(tmp_path, 2, arrays={})
+    checkpoint = read_checkpoint(tmp_path / "global_step_2")
+    assert names(checkpoint.path) == {"actor", "critic", "manifest.json"} and checkpoint.with_arrays() == set()
+
+
+def test_disk_that_is_full_when_the_arrays_are_written_costs_that_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(tmp_path, 2, arrays=responses(2))
+    write_bytes = Path.write_bytes
+
+    def full(path: Path, content: bytes) -> int:
+        if path.parent.name == "flow":
+            raise FULL
+        return write_bytes(path, content)
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    save(tmp_path, 4, arrays=responses(4))
+    assert checkpoints(tmp_path) == {"global_step_2"} and resume(tmp_path) == 2
+
+
 class Killed(BaseException):
     """A killed process: no later line runs."""
 
@@ -89,25 +140,26 @@ def test_checkpoint_is_complete_or_absent_after_a_kill_at_any_call(background: b
     outcomes = []
     for count in range(1, 200):
         run_dir = tmp_path / str(count)
-        save(run_dir, 2)
+        save(run_dir, 2, arrays=responses(2))
         with pytest.MonkeyPatch.context() as monkeypatch:
             saving = saver(run_dir, actor=1, critic=1, async_save=background)
             calls, written = kill_at(monkeypatch, count), models(4)
             with contextlib.suppress(Killed):
-                saving.save(4, written, {}, {})
+                saving.save(4, written, {}, {}, arrays=responses(4))
                 saving.finish()
             wait_for_threads(written)
             if calls() < count:
                 break
         checkpoint = resolve_resume("auto", None, run_dir)
         assert checkpoint is not None and is_complete(checkpoint.path, checkpoint.step)
+        assert equal(checkpoint.arrays("groups"), responses(checkpoint.step)["groups"])
         outcomes.append(checkpoint.step)
         assert not [name for name in names(run_dir) if name.endswith(".incomplete")]
         for path in run_dir.glob("global_step_*"):
             assert (path / "manifest.json").exists()
         start_run(run_dir, checkpoint.step, None)
         save(run_dir, 6, actor=1, critic=1)
-        assert resume(run_dir) == 6
+        assert resume(run_dir) == 6 and checkpoints(run_dir) == {"global_step_6"}
     assert calls() > 20 and outcomes == sorted(outcomes) and set(outcomes) == {2, 4}
 
 
@@ -128,7 +180,7 @@ def test_files_are_synced_before_the_rename(tmp_path: Path, monkeypatch: pytest.
 
     monkeypatch.setattr(os, "fsync", noted)
     monkeypatch.setattr(Path, "rename", checked)
-    save(tmp_path, 2)
+    save(tmp_path, 2, arrays=responses(2))
     assert left == [] and f"{tmp_path}/global_step_2.incomplete/manifest.json.partial" in synced
     assert str(tmp_path) in synced, "the rename itself"
 
@@ -235,6 +287,20 @@ def test_each_role_keeps_its_own_number_of_checkpoints(tmp_path: Path) -> None:
     assert resume(tmp_path) == 10
 
 
+def test_arrays_are_kept_as_long_as_the_checkpoint_can_be_resumed_from(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        save(tmp_path, step, arrays=responses(step), actor=2, critic=1)
+    assert names(tmp_path) - {LATEST} == {"global_step_2", "global_step_3"}
+    assert names(tmp_path / "global_step_2") == {"actor", "manifest.json"}
+    assert names(tmp_path / "global_step_3") == {"actor", "critic", "flow", "manifest.json"}
+    for score in (0.9, 0.1, 0.2):
+        step += 1
+        saving = saver(tmp_path, best_metric="score", actor=1, critic=1)
+        saving.save(step, models(step), {}, {"score": score}, arrays=responses(step))
+    assert checkpoints(tmp_path) == {"global_step_4", "global_step_6"}
+    assert equal(read_checkpoint(tmp_path / "global_step_4").arrays("groups"), responses(4)["groups"]), "of the best"
+
+
 def test_all_checkpoints_are_kept_without_a_limit(tmp_path: Path) -> None:
     save(tmp_path, 1, 2, 3, 4, actor=None)
     assert len(list(tmp_path.glob("global_step_*/critic"))) == 4
@@ -295,7 +361,7 @@ def written_and_not_completed(run_dir: Path) -> None:
     """A run that was killed after all ranks had written step 4, before the controller completed it."""
     save(run_dir, 2)
     written = models(4)
-    saver(run_dir, actor=1, async_save=True).save(4, written, {"kl": {"coefficient": 0.2}}, {})
+    saver(run_dir, actor=1, async_save=True).save(4, written, {"kl": {"coefficient": 0.2}}, {}, arrays=responses(4))
     wait_for_threads(written)
     assert "global_step_4.incomplete" in checkpoints(run_dir)
 
@@ -305,6 +371,7 @@ def test_written_save_of_a_killed_run_is_completed_at_the_next_start(tmp_path: P
     checkpoint = resolve_resume("auto", None, tmp_path)
     assert checkpoint is not None and is_complete(checkpoint.path, 4) and (tmp_path / LATEST).read_text() == "4"
     assert resume_state(tmp_path, 4) == {"kl": {"coefficient": 0.2}}
+    assert equal(checkpoint.arrays("groups"), responses(4)["groups"])
     files = {path.relative_to(checkpoint.path).as_posix() for path in checkpoint.path.rglob("*") if path.is_file()}
     assert files == {*checkpoint.manifest.files, "manifest.json"}
     assert events_of(tmp_path) == [(4, "checkpoint", "completed now: all files had been written before the interruption")]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.trainer.checkpoints import is_complete, models, names, save, saver, wait_for_threads
+from tests.trainer.checkpoints import is_complete, models, names, responses, save, saver, wait_for_threads
 from trainer.checkpoint import unfinished
 from trainer.checkpoint.manifest import MANIFEST, read_checkpoint
 from trainer.checkpoint.remote_copies import RemoteCopies
@@ -20,7 +20,7 @@ from trainer.run.run_dir import EVENTS, LATEST, read_lines
 def interrupt(run_dir: Path, step: int = 4) -> Path:
     """Write a save of ``step`` that is not completed, as a run killed before the controller's poll leaves it."""
     written = models(step)
-    saver(run_dir, async_save=True).save(step, written, {}, {})
+    saver(run_dir, async_save=True).save(step, written, {}, {}, arrays=responses(step))
     wait_for_threads(written)
     return run_dir / f"global_step_{step}.incomplete"
 
@@ -35,7 +35,13 @@ def events(run_dir: Path) -> list[str]:
 
 
 def remove_a_shard(folder: Path) -> None:
-    next(folder.glob("*/*.safetensors")).unlink()
+    next(folder.glob("actor/*.safetensors")).unlink()
+
+
+def change_the_arrays(folder: Path) -> None:
+    """Keep the size."""
+    file = folder / "flow/groups.safetensors"
+    file.write_bytes(file.read_bytes()[:-1] + b"?")
 
 
 def of_a_newer_version(folder: Path) -> None:
@@ -51,6 +57,7 @@ def with_other_lists_of_files(folder: Path) -> None:
 
 CANNOT: dict[str, tuple[Callable[[Path], None], str]] = {
     "a removal was interrupted": (remove_a_shard, "Damaged: .* is not there"),
+    "the arrays are not those written": (change_the_arrays, "Damaged: .* flow/groups.safetensors is not what was written"),
     "the announcement is another version's": (of_a_newer_version, "Damaged: .* manifest.json is not whole: state"),
     "the list of files is another version's": (with_other_lists_of_files, "TypeError: .*added_since"),
 }

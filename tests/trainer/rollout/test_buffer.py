@@ -2,6 +2,7 @@
 
 import random
 from collections import Counter
+from itertools import chain
 
 import pytest
 import torch
@@ -14,12 +15,16 @@ N = 3
 
 
 def prompt_of(ordinal: int) -> Prompt:
-    return Prompt(ordinal, (1000 + ordinal,) * (1 + ordinal % 3), "", "", None, {}, "")
+    return Prompt(ordinal, (1000 + ordinal,) * (1 + ordinal % 3), "", "", None, {}, "", ordinal=ordinal)
+
+
+def new_buffer() -> GroupBuffer:
+    return GroupBuffer(N, prompt_of)
 
 
 def admit(buffer: GroupBuffer, ordinal: int, step: int) -> list[int]:
     seeds = [10 * ordinal + sample for sample in range(N)]
-    return buffer.admit(ordinal, step, prompt_of(ordinal), seeds, [False] * N)
+    return buffer.admit(step, prompt_of(ordinal), seeds, [False] * N)
 
 
 def sampled(tokens: dict[int, list[int]], version: int, finished: bool = True) -> Batch:
@@ -37,17 +42,18 @@ def sampled(tokens: dict[int, list[int]], version: int, finished: bool = True) -
 
 
 def test_interrupted_responses_continue_after_what_they_have() -> None:
-    buffer = GroupBuffer(N)
+    buffer = new_buffer()
     assert admit(buffer, 4, step=1) == [12, 13, 14]
     assert buffer.requests([12, 13]).rows["begun"].tolist() == [0, 0]
-    buffer.add(sampled({13: [7]}, version=1), tick=0)
-    buffer.add(sampled({12: [5, 6], 14: []}, version=1), tick=None)
-    assert buffer.unfinished() == [12, 14]
-    requests = buffer.requests(buffer.unfinished())
+    buffer.add(sampled({13: [7]}, version=1), ended=True)
+    buffer.add(sampled({12: [5, 6], 14: []}, version=1), ended=False)
+    assert buffer.unfinished() == [[12, 14]] and buffer.n_unfinished == 1
+    requests = buffer.requests([12, 14])
     assert [row.tolist() for row in requests.split_rows("input_ids")] == [[1004, 1004, 5, 6], [1004, 1004]]
     assert requests.rows["begun"].tolist() == [2, 0] and requests.rows["seed"].tolist() == [40, 42]
     assert not buffer.may_take(1, step=1, max_age=3)
-    buffer.add(sampled({12: [8], 14: [9]}, version=2), tick=5)
+    buffer.tick = 5
+    assert buffer.add(sampled({12: [8], 14: [9]}, version=2), ended=True) == 2
     assert buffer.may_take(1, step=2, max_age=1)
     (group,) = buffer.take(1)
     first = group.responses[0]
@@ -56,30 +62,32 @@ def test_interrupted_responses_continue_after_what_they_have() -> None:
 
 
 def test_groups_are_taken_by_tick_then_ordinal() -> None:
-    buffer = GroupBuffer(N)
+    buffer = new_buffer()
     for ordinal in range(4):
         admit(buffer, ordinal, step=1)
     for ordinal, tick in ((3, 1), (2, 1), (0, 2)):
-        buffer.add(sampled({ordinal * N + sample: [1] for sample in range(N)}, 0), tick)
+        buffer.tick = tick
+        buffer.add(sampled({ordinal * N + sample: [1] for sample in range(N)}, 0), ended=True)
+    assert [group.ordinal for group in buffer.complete()] == [2, 3, 0]
     assert [group.ordinal for group in buffer.take(2)] == [2, 3]
-    assert [group.ordinal for group in buffer.take(2)] == [0] and buffer.unfinished() == [3, 4, 5]
+    assert [group.ordinal for group in buffer.take(2)] == [0] and buffer.unfinished() == [[3, 4, 5]]
 
 
 def test_step_waits_for_groups_of_the_greatest_age() -> None:
-    buffer = GroupBuffer(N)
+    buffer = new_buffer()
     admit(buffer, 0, step=1)
     admit(buffer, 1, step=2)
-    buffer.add(sampled({3: [1], 4: [1], 5: [1]}, 0), tick=0)
+    buffer.add(sampled({3: [1], 4: [1], 5: [1]}, 0), ended=True)
     assert buffer.may_take(1, step=2, max_age=2) and not buffer.may_take(1, step=3, max_age=2)
 
 
 def test_a_group_is_admitted_whole_and_once() -> None:
-    buffer = GroupBuffer(N)
+    buffer = new_buffer()
     admit(buffer, 0, step=1)
     with pytest.raises(ValueError, match="group 0: 3 of 3 responses, or in flight already"):
         admit(buffer, 0, step=1)
     with pytest.raises(ValueError, match="group 1: 2 of 3"):
-        buffer.admit(1, 1, prompt_of(1), [1, 2], [False] * 2)
+        buffer.admit(1, prompt_of(1), [1, 2], [False] * 2)
 
 
 @pytest.mark.parametrize("seed", range(200))
@@ -93,31 +101,52 @@ def test_every_group_is_taken_once_or_in_flight_under_any_schedule(seed: int) ->
     )
     lengths: dict[int, int] = {}
     written: Counter[int] = Counter()
-    buffer, drawn, tick = GroupBuffer(N), 0, 0
+    buffer, drawn = new_buffer(), 0
     taken: list[PendingGroup] = []
     for step in range(1, 7):
-        while len(buffer) < max(target, int(oversubmit * target)):
+        while buffer.n_unfinished < round(oversubmit * target):
             for id in admit(buffer, drawn, step):
                 lengths[id] = 1 + int(numbers.expovariate(0.2))
             drawn += 1
         while not buffer.may_take(target, step, max_age):
             ended, interrupted = dict[int, list[int]](), dict[int, list[int]]()
-            for id in buffer.unfinished():
+            for id in chain.from_iterable(buffer.unfinished()):
                 if (left := lengths[id] - written[id]) > 4:
                     interrupted[id] = [id] * 4
                 elif numbers.random() < 0.7:
                     ended[id] = [id] * left
-            buffer.add(sampled(ended, step), tick)
-            buffer.add(sampled(interrupted, step, finished=False), tick=None)
+            buffer.add(sampled(ended, step), ended=True)
+            buffer.add(sampled(interrupted, step, finished=False), ended=False)
             written.update(dict.fromkeys(interrupted, 4))
-            tick += 1
+            buffer.tick += 1
+            if numbers.random() < 0.2:  # the run is killed, and resumed from a checkpoint
+                buffer, saved = new_buffer(), buffer.arrays()
+                buffer.load_arrays(saved)
         groups = buffer.take(target)
         assert len(groups) == target
-        assert all(step - group.step <= max_age + oversubmit for group in groups), "completed groups wait for their turn"
         taken += groups
-    left = {id // N for id in buffer.unfinished()} | {group.ordinal for group in buffer.take(len(buffer))}
+    left = {ids[0] // N for ids in buffer.unfinished()} | {group.ordinal for group in buffer.take(len(buffer))}
     assert sorted([*(group.ordinal for group in taken), *left]) == [*range(drawn)]
     for group in taken:
         for sample, response in enumerate(group.responses):
             id = group.ordinal * N + sample
             assert response.column("input_ids").tolist() == [id] * lengths[id] and response.finished == 1
+
+
+def test_arrays_restore_every_group_and_an_empty_buffer() -> None:
+    buffer = new_buffer()
+    for ordinal in (5, 3):
+        admit(buffer, ordinal, step=ordinal)
+    buffer.tick = 7
+    buffer.add(sampled({9: [1, 2], 10: [], 11: [3]}, version=4), ended=True)
+    buffer.add(sampled({15: [8]}, version=4), ended=False)
+    restored, empty = new_buffer(), new_buffer()
+    restored.load_arrays(buffer.arrays())
+    assert restored.tick == 7 and restored.unfinished() == [[15, 16, 17]]
+    assert [group.prompt for group in restored.complete()] == [prompt_of(3)]
+    for name, array in buffer.arrays().items():
+        assert torch.equal(restored.arrays()[name], array), name
+    empty.load_arrays(new_buffer().arrays())
+    assert len(empty) == 0 and empty.unfinished() == []
+    restored.load_arrays({})
+    assert len(restored) == 0 and restored.tick == 7, "a checkpoint of a run without partial rollouts"

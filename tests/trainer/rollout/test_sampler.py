@@ -20,6 +20,7 @@ from trainer.resilience.rollback import Rollbacks
 from trainer.rewards.pool.runner import Response, Score
 from trainer.rewards.scoring import Failures
 from trainer.rewards.shaping import RunningMoments, Shaping
+from trainer.rollout.policies import FilteredRounds, OneRound
 from trainer.rollout.responses import decode_responses, join_responses
 from trainer.rollout.sampler import Sampler
 from trainer.run.timing import Phases
@@ -163,8 +164,9 @@ def make(
         n=n,
         sampling=SAMPLING,
         seed=7,
-        groups=groups,
-        filter_groups=FilterGroupsConfig(enable=cap is not None, metric=metric, max_num_gen_batches=cap or 0),
+        policy=OneRound()
+        if cap is None
+        else FilteredRounds(FilterGroupsConfig(enable=True, metric=metric, max_num_gen_batches=cap), groups),
         with_baselines=with_baselines,
         reward=config.reward,
         shaping=Shaping(config.reward.shaping, RunningMoments()),

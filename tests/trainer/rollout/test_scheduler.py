@@ -115,16 +115,3 @@ def test_two_replicas_take_the_time_of_one_queue_over_both(n_groups: int, slots:
             found.append(simulate(lengths, balance, slots=slots)[0] / both.seconds)
     print(ratios)
     assert max(ratios["tokens"]) < 1.05 and max(ratios["tokens"]) < max(ratios["static"])
-
-
-def test_requeued_rows_wait_in_the_order_of_their_admission() -> None:
-    scheduler = scheduler_of(12, 2, 3, n_replicas=2, slots=4, max_tokens=5, balance="tokens")
-    assert scheduler.calls() == {0: [0, 1, 4, 5], 1: [2, 3, 6, 7]}
-    with pytest.raises(RuntimeError, match=r"replicas \[0, 1\] have not returned"):
-        scheduler.requeue()
-    assert turn(scheduler, {0: Ended([4, 1], [2, 2]), 1: Ended([2, 3], [2, 2])}) == {0: [8, 9], 1: [10, 11]}
-    scheduler.record({0: Ended([], []), 1: Ended([6], [9])})
-    assert scheduler.requeue() == [0, 5, 7, 8, 9, 10, 11] and scheduler.unfinished == 7
-    scheduler.admit([12, 13], 3)
-    # In turn to the replica with the fewest outstanding tokens: 3.4 of each row, 1.5 of its share of the prompt.
-    assert scheduler.calls() == {0: [0, 7, 10, 11], 1: [5, 8, 9, 12, 13]}

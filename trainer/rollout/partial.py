@@ -1,0 +1,107 @@
+"""Partial rollouts: a step takes the groups that are complete, and the other responses continue in the next step.
+
+Problem: responses have very different lengths, and a synchronous step waits for its longest one with engines that are nearly
+empty. Idea (Kimi k1.5, arXiv:2501.12599, section 2.6.2): keep more groups in flight than a step needs, end its generation as soon
+as enough of them are complete, and let unfinished responses continue with the weights of the next step. Their tokens come from
+several versions of the policy: algorithm.rollout_correction weights each by its own log-prob.
+
+A step begins directly after a weight sync. There every unfinished response is submitted anew, in the order of ordinals, and the
+engines compute prompt and beginning again with the new weights. A run that is resumed does the same, hence the same numbers.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import torch
+
+from trainer.data.dataset import Prompt, PromptStream
+from trainer.rollout.buffer import GroupBuffer, PendingGroup
+from trainer.rollout.remote_rollout import RolloutFlow
+from trainer.rollout.responses import prompt_batch
+from trainer.rollout.sampler import Overlap, Sampler
+from trainer.run.timing import Phases
+from workers.batch import Batch
+from workers.seeding import seed_of
+
+
+class PartialRollouts:
+    """Batches of the first groups that are complete, by tick and ordinal."""
+
+    selects_groups = False
+
+    def __init__(self, buffer: GroupBuffer, *, groups: int, oversubmit: float, max_age: int) -> None:
+        """groups: prompts in a step's batch. oversubmit: groups that are generated at the same time, relative to ``groups``.
+
+        max_age: a step does not end while a group admitted so many steps ago is unfinished.
+        """
+        self.buffer = buffer
+        self.groups = groups
+        self.in_flight = round(oversubmit * groups)
+        self.max_age = max_age
+
+    def batch(self, sampler: Sampler, step: int, prompts: PromptStream, phases: Phases, overlap: Overlap | None) -> Batch:
+        buffer, scored = self.buffer, list[Batch]()
+        with phases("gen"):
+            expected = self.groups * buffer.n
+            flow = sampler.rollout.flow(sampler.sampling, buffer.requests, expected=expected, in_step=True)
+            generated, recomputed = 0, self._resubmit(flow)
+            while not buffer.may_take(self.groups, step, self.max_age):
+                while buffer.n_unfinished < self.in_flight:
+                    self._admit(flow, prompts.draw_one(), sampler, step)
+                flow.start()
+                scored += self._submit(sampler, len(scored))
+                generated += sum(buffer.add(part, ended=True) for part in flow.wait())
+                buffer.tick += 1
+            late, interrupted = flow.suspend()
+            generated += sum(buffer.add(part, ended=True) for part in late)
+            generated += sum(buffer.add(part, ended=False) for part in interrupted)
+            scored += self._submit(sampler, len(scored))
+        taken = buffer.take(self.groups)
+        asked = [group.prompt for group in taken for _ in group.responses]
+        samples = [sample for group in taken for sample in range(buffer.n)]
+        batch = Batch.concat(scored).with_meta({"temperature": sampler.sampling.temperature})
+        batch = sampler.finish_scoring(batch, asked, samples, phases, n=sampler.n, step=step, trains=True, overlap=overlap)
+        metrics = self._metrics(step, taken, batch, sampler.rollout.version) | {"rollout/recomputed_tokens": float(recomputed)}
+        return sampler.scored_only(sampler.with_penalties(batch).with_meta({"generated_tokens": generated, "metrics": metrics}))
+
+    def _resubmit(self, flow: RolloutFlow) -> int:
+        """Queue all unfinished responses; returns the number of tokens that the engines compute again."""
+        tokens = 0
+        for ids in self.buffer.unfinished():
+            requests = self.buffer.requests(ids)
+            begun = requests.rows["begun"]
+            prompt_tokens = int(requests.lengths[0] - begun[0])
+            flow.admit(ids, prompt_tokens)
+            tokens += prompt_tokens + int(begun.sum())
+        return tokens
+
+    def _admit(self, flow: RolloutFlow, prompt: Prompt, sampler: Sampler, step: int) -> None:
+        """Queue the responses to a new prompt. Sample n exists with baselines only: the greedy response."""
+        purpose = sampler.rollbacks.purpose("train")
+        # By ordinal: two epochs of small data may be in flight at the same step.
+        seeds = [seed_of(sampler.seed, purpose, "group", prompt.ordinal, sample) for sample in range(self.buffer.n)]
+        ids = self.buffer.admit(step, prompt, seeds, [sample == sampler.n for sample in range(self.buffer.n)])
+        flow.admit(ids, len(prompt.prompt_ids))
+
+    def _submit(self, sampler: Sampler, done: int) -> list[Batch]:
+        """Submit complete groups of this step's batch for scoring, except the first ``done``; returns one batch for each."""
+        n, found = self.buffer.n, list[Batch]()
+        for place, group in enumerate(self.buffer.complete()[done : self.groups], start=done):
+            asked, seeds = [group.prompt] * n, [response.seed for response in group.responses]
+            questions = prompt_batch(asked, seeds, torch.tensor([response.greedy for response in group.responses]))
+            found.append(sampler.submit(group.batch(range(place * n, (place + 1) * n)), questions, asked))
+        return found
+
+    def _metrics(self, step: int, taken: Sequence[PendingGroup], batch: Batch, version: int) -> dict[str, float]:
+        """Ages of the groups in steps since their admission, with the share of each; share of tokens sampled by older weights."""
+        ages = [step - group.step for group in taken]
+        versions = batch.tokens["weight_version"][batch.tokens["response_mask"].bool()]
+        shares = {f"rollout/age/{age}": count / len(ages) for age, count in sorted(Counter(ages).items())}
+        return shares | {
+            "rollout/age/mean": sum(ages) / len(ages),
+            "rollout/age/max": float(max(ages)),
+            "rollout/stale_tokens": float((versions < version).float().mean()),
+            "rollout/groups_in_flight": float(len(self.buffer)),
+        }

@@ -1,0 +1,78 @@
+"""How a step's batch is generated: one round of prompts, or rounds until enough groups are kept."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from configs.schema.ppo import FilterGroupsConfig
+from trainer.data.dataset import PromptStream
+from trainer.rollout.group_filtering import Tally, group_verdicts, metric_values
+from trainer.rollout.sampler import Overlap, Sampler, check_some_scored
+from trainer.run.timing import Phases
+from workers.batch import Batch
+
+
+class OneRound:
+    """The prompts of one round."""
+
+    selects_groups = False
+
+    def batch(self, sampler: Sampler, step: int, prompts: PromptStream, phases: Phases, overlap: Overlap | None) -> Batch:
+        """Batch of one round of prompts, without rows whose reward failed."""
+        return sampler.scored_only(sampler.sample_to_train(prompts.draw(), "train", step, phases, overlap))
+
+
+class FilteredRounds:
+    """Dynamic sampling: groups whose responses all have the same score are dropped (group_filtering.py)."""
+
+    selects_groups = True
+
+    def __init__(self, config: FilterGroupsConfig, groups: int) -> None:
+        """groups: prompts in a step's batch."""
+        self.config = config
+        self.groups = groups
+
+    def batch(self, sampler: Sampler, step: int, prompts: PromptStream, phases: Phases, overlap: Overlap | None) -> Batch:
+        """Generate rounds until ``groups`` groups are kept; the first ``groups`` form the batch, surplus groups are discarded.
+
+        A prompt that was kept is not sampled again in the step. A dropped prompt is resampled, with different seeds, when the
+        next pass over the data reaches it.
+        """
+        tally = Tally(self.config, self.groups, prompts.rounds_per_epoch)
+        parts: list[Batch] = []
+        taken: list[int] = []
+        kept_uids: set[int] = set()
+        failed = generated = 0
+        first_epoch = prompts.epoch
+        while not tally.is_full:
+            tally.check_another(step)
+            # Prompts come again when a step needs more than one pass over the data. The number of passes enters the seeds below:
+            # the same step, prompt and sample would otherwise give the same responses.
+            again = prompts.epoch - first_epoch
+            asked = [prompt for prompt in prompts.draw() if prompt.uid not in kept_uids]
+            if not asked:
+                # Counts as a round without a kept group, so that check_another ends the loop after a full pass.
+                tally.add((), ())
+                continue
+            answered = sampler.sample_to_train(asked, "train" if not again else f"train_again_{again}", step, phases)
+            scored = sampler.drop_failed(answered)
+            values, groups = metric_values(scored, self.config.metric), scored.rows["group"].tolist()
+            verdicts = group_verdicts([prompt.ordinal for prompt in asked], groups, values, sampler.n)
+            tally.add(verdicts.values(), values)
+            check_some_scored(answered, tally.n_values)
+            kept = [prompt for prompt in asked if verdicts[prompt.ordinal] == "kept"]
+            parts.append(select_groups(scored, [prompt.ordinal for prompt in kept]))
+            taken += [prompt.ordinal for prompt in kept]
+            kept_uids |= {prompt.uid for prompt in kept}
+            failed += len(answered) - len(scored)
+            generated += answered.meta["generated_tokens"]
+        batch = select_groups(Batch.concat(parts), taken[: self.groups])
+        metrics = {"reward/failed": failed} | sampler.failures.metrics() | tally.metrics()
+        return batch.with_meta({"metrics": metrics, "generated_tokens": generated})
+
+
+def select_groups(batch: Batch, groups: Sequence[int]) -> Batch:
+    """Rows of ``groups``, in the order of the batch."""
+    return batch.select(torch.isin(batch.rows["group"], torch.tensor(groups, dtype=torch.int64)).nonzero().flatten())
