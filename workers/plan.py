@@ -186,19 +186,22 @@ class SharedRows:
         return units
 
 
-def mini_batches(uids: Sequence[int], n_groups: int, *, seed: int | None = None) -> list[list[int]]:
+def mini_batches(
+    uids: Sequence[int], n_groups: int, *, seed: int | None = None, groups: Sequence[int] | None = None
+) -> list[list[int]]:
     """Rows of each mini-batch: ``n_groups`` complete prompt groups each; the last one may be smaller.
 
-    uids: prompt group of each row. Groups are in order of appearance or, with a seed, in an order that depends only on the seed
-    and the uid, never on the number of ranks.
+    uids, groups: data row and prompt group of each row; None: all responses to a data row are one group. Groups are in order of
+    appearance or, with a seed, in an order that depends only on the seed, the uid and then the group, never on the number of
+    ranks.
     """
-    groups: dict[int, list[int]] = {}
-    for row, uid in enumerate(uids):
-        groups.setdefault(uid, []).append(row)
+    members: dict[tuple[int, int], list[int]] = {}
+    for row, key in enumerate(zip(uids, uids if groups is None else groups, strict=True)):
+        members.setdefault(key, []).append(row)
     # Sorted by a hash of each uid: the order of two groups does not depend on which others are there.
-    order = list(groups) if seed is None else sorted(groups, key=lambda uid: (seed_of(seed, "mini_batch", uid), uid))
+    order = list(members) if seed is None else sorted(members, key=lambda key: (seed_of(seed, "mini_batch", key[0]), *key))
     return [
-        sorted(row for uid in order[start : start + n_groups] for row in groups[uid]) for start in range(0, len(order), n_groups)
+        sorted(row for key in order[start : start + n_groups] for row in members[key]) for start in range(0, len(order), n_groups)
     ]
 
 

@@ -141,7 +141,8 @@ def step_batch() -> Batch:
         **noise,
         **log_probs,
     )
-    return batch.with_rows(uid=torch.arange(16) // 2, prompt_length=torch.full((16,), 2), finished=torch.ones(16))
+    group = torch.arange(16) // 2
+    return batch.with_rows(uid=group, group=group, prompt_length=torch.full((16,), 2), finished=torch.ones(16))
 
 
 # Observations. Each follows from the configuration: computed numbers, requests, samples, events or errors.

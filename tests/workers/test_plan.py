@@ -120,6 +120,18 @@ def test_shuffled_mini_batches_depend_only_on_seed_and_uid(order: list[int], see
     assert plain == moved
 
 
+@given(st.integers(0, 99), st.integers(1, 4))
+def test_mini_batch_order_depends_on_the_group_only_where_uids_are_equal(seed: int, n_groups: int) -> None:
+    uids, groups = [5, 5, 3, 3, 9, 9, 3, 3], [12, 12, 11, 11, 10, 10, 13, 13]
+    parts = mini_batches(uids, n_groups, seed=seed, groups=groups)
+    singles = mini_batches(uids, 1, seed=seed, groups=groups)
+    assert sorted(map(tuple, singles)) == [(0, 1), (2, 3), (4, 5), (6, 7)]
+    assert singles.index([2, 3]) + 1 == singles.index([6, 7])
+    by_uid = [uids[part[0]] for part in mini_batches(uids, 1, seed=seed)]
+    assert list(dict.fromkeys(uids[part[0]] for part in singles)) == by_uid
+    assert parts == [sorted(row for single in singles[i : i + n_groups] for row in single) for i in range(0, 4, n_groups)]
+
+
 def test_unshuffled_mini_batches_follow_the_batch() -> None:
     assert mini_batches([5, 5, 3, 3, 9, 9], 2) == [[0, 1, 2, 3], [4, 5]]
     assert mini_batches(torch.tensor([5, 3, 5]).tolist(), 1) == [[0, 2], [1]]

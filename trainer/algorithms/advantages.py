@@ -5,7 +5,7 @@ To add one: write a function (AdvantageInputs, AlgorithmConfig) -> Advantages an
 inputs beyond the rewards: {"values"} a critic, {"baselines"} a greedy response to each prompt, {"sum_pi_squared"} that
 column and old_log_probs.
 
-R below is the score of a response: the sum of all its token rewards. A group is the set of responses to one prompt (``uid``).
+R below is the score of a response: the sum of all its token rewards. A group is the set of responses to one prompt.
 """
 
 from collections.abc import Callable, Mapping
@@ -23,11 +23,11 @@ from trainer.algorithms.segments import discounted_to_come, group_ids, row_ids, 
 class AdvantageInputs:
     """Flat inputs of an estimator: B sequences, T tokens in total.
 
-    token_rewards, response_mask (T,). lengths (B,). prompt_lengths (B,): offset of the response in its row. uid (B,): prompt
-    group. values (T,): V of the state before each token. last_value (B,): V after the last token of truncated responses that
-    are bootstrapped, else 0. baselines (B,): score of the prompt's greedy response. rewards: {name: (B,)}, the named
-    components of the score. old_log_probs (T,). sum_pi_squared (T,): sum over the vocabulary of pi^2. is_weights (T,):
-    importance weights of the rollout correction, None without it.
+    token_rewards, response_mask (T,). lengths (B,). prompt_lengths (B,): offset of the response in its row. uid (B,): number
+    of the group, rows["group"] of the batch. values (T,): V of the state before each token. last_value (B,): V after the last
+    token of truncated responses that are bootstrapped, else 0. baselines (B,): score of the prompt's greedy response. rewards:
+    {name: (B,)}, the named components of the score. old_log_probs (T,). sum_pi_squared (T,): sum over the vocabulary of pi^2.
+    is_weights (T,): importance weights of the rollout correction, None without it.
     """
 
     token_rewards: Tensor

@@ -52,8 +52,10 @@ class RunningMoments:
         self.count, self.mean, self.squares = int(state["count"]), state["mean"], state["squares"]
 
 
-def whitened(advantages: Tensor, response_mask: Tensor, lengths: Tensor, uid: Tensor, over: Literal["batch", "group"]) -> Tensor:
-    """(A - mean) / std of the trained tokens, 0 elsewhere: (T,). advantages, response_mask (T,); lengths, uid (B,).
+def whitened(
+    advantages: Tensor, response_mask: Tensor, lengths: Tensor, group: Tensor, over: Literal["batch", "group"]
+) -> Tensor:
+    """(A - mean) / std of the trained tokens, 0 elsewhere: (T,). advantages, response_mask (T,); lengths, group (B,).
 
     over: "batch", all trained tokens (Andrychowicz et al. 2020, arXiv:2006.05990, section 3.3, per mini-batch), or "group",
     those of each prompt's responses; a group of one response is unchanged. The standard deviation is the population's, and 1
@@ -61,8 +63,8 @@ def whitened(advantages: Tensor, response_mask: Tensor, lengths: Tensor, uid: Te
     """
     trained = response_mask.bool()
     rows, values = row_ids(lengths)[trained], advantages[trained].double()
-    group, size = group_ids(uid) if over == "group" else (torch.zeros_like(uid), torch.tensor([len(uid)]))
-    part, n = group[rows], len(size)
+    index, size = group_ids(group) if over == "group" else (torch.zeros_like(group), torch.tensor([len(group)]))
+    part, n = index[rows], len(size)
     count = sum_by(torch.ones_like(values), part, n).clamp(min=1.0)
     # Exactly 0 for equal float32 advantages: float64 has room for the exact sum of many equal float32 numbers.
     centered = values - (sum_by(values, part, n) / count)[part]

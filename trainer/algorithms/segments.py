@@ -18,9 +18,9 @@ def sum_by(values: Tensor, index: Tensor, n: int) -> Tensor:
     return torch.zeros(n, dtype=torch.float64, device=values.device).index_add(0, index, values.double())
 
 
-def group_ids(uid: Tensor) -> tuple[Tensor, Tensor]:
-    """Dense group index of each row, int64 (B,), and group sizes (G,), from uid (B,) in any order."""
-    _, group, size = torch.unique(uid, return_inverse=True, return_counts=True)
+def group_ids(numbers: Tensor) -> tuple[Tensor, Tensor]:
+    """Dense group index of each row, int64 (B,), and group sizes (G,), from group numbers (B,) in any order."""
+    _, group, size = torch.unique(numbers, return_inverse=True, return_counts=True)
     return group, size
 
 

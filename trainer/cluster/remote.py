@@ -150,10 +150,10 @@ class RemoteModel:
     def _rows(self, batch: Batch) -> SharedRows:
         """Rows for planning: rows of a group share their prompt if the engine computes one copy of it."""
         lengths = batch.lengths.tolist()
-        if not self._shares_prompts or not {"uid", "prompt_length"} <= batch.rows.keys():
+        if not self._shares_prompts or not {"group", "prompt_length"} <= batch.rows.keys():
             # Nothing is shared: each row is a group of its own, with a prompt of 0 tokens.
             return SharedRows(lengths, [0] * len(lengths), range(len(lengths)))
-        return SharedRows(lengths, batch.rows["prompt_length"].tolist(), batch.rows["uid"].tolist())
+        return SharedRows(lengths, batch.rows["prompt_length"].tolist(), batch.rows["group"].tolist())
 
     def _plan(self, rows: SharedRows, limits: Limits) -> Plan:
         return rows.plan(len(self.mesh.output_ranks), limits, attention_cost=self.attention_cost)

@@ -39,8 +39,8 @@ class PtxStream:
         columns = {name: column.new_zeros(texts.total_tokens, *column.shape[1:]) for name, column in mini_batch.tokens.items()}
         columns |= texts.tokens | {"loss_weight": weights, "ptx": torch.ones(texts.total_tokens)}
         rows = {name: column.new_zeros(len(texts), *column.shape[1:]) for name, column in mini_batch.rows.items()}
-        # Unique negative uids: rows with equal uid count as responses to one prompt, whose shared prefix is computed once.
-        rows |= {"uid": -1 - torch.arange(len(texts))} if "uid" in rows else {}
+        # Unique negative groups: rows of a group count as responses to one prompt, whose shared prefix is computed once.
+        rows |= {name: -1 - torch.arange(len(texts)) for name in ("uid", "group") if name in rows}
         policy = mini_batch.only(tokens=list(mini_batch.tokens), rows=list(mini_batch.rows))
         return Batch.concat([policy.with_tokens(ptx=torch.zeros(policy.total_tokens)), Batch(texts.lengths, columns, rows)])
 

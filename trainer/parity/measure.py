@@ -112,7 +112,9 @@ def generate(rollout: RemoteRollout, task: ParityTask, sampling: Sampling, n: in
     stats = rollout.stats()
     # The engine reports log-probs of a greedy response at temperature 1 (see Completion).
     temperature = sampling.temperature or 1.0
-    batch = join_responses(questions, answers).with_rows(uid=torch.tensor([prompt.uid for prompt in prompts]))
+    batch = join_responses(questions, answers).with_rows(
+        uid=torch.tensor([prompt.uid for prompt in prompts]), group=torch.arange(len(task.prompts)).repeat_interleave(n)
+    )
     return Generated(
         batch=batch.with_meta({"temperature": temperature}),
         limit=sampling.max_tokens,

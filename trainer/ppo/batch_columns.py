@@ -35,7 +35,7 @@ def advantage_inputs(batch: Batch, rewards: Tensor, config: AlgorithmConfig) -> 
         response_mask=tokens["response_mask"],
         lengths=batch.lengths,
         prompt_lengths=rows["prompt_length"],
-        uid=rows["uid"],
+        uid=rows["group"],
         values=tokens.get("values"),
         # A terminated response has no future; only a truncated one is bootstrapped with the critic's value.
         last_value=torch.where(rows["finished"].bool(), 0.0, rows["last_value"]) if bootstraps else None,

@@ -262,7 +262,7 @@ class Loop:
             result = ADVANTAGES[algorithm.adv_estimator](advantage_inputs(batch, rewards, algorithm), algorithm)
             advantages, over = result.advantages, algorithm.whiten_advantages
             if over is not None:
-                advantages = whitened(advantages, tokens["response_mask"], batch.lengths, batch.rows["uid"], over)
+                advantages = whitened(advantages, tokens["response_mask"], batch.lengths, batch.rows["group"], over)
         columns = {"token_level_rewards": rewards, "advantages": advantages, "returns": result.returns}
         return Batch(batch.lengths, tokens=columns)
 

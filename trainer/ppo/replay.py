@@ -47,6 +47,9 @@ def replay(config: PPOConfig) -> None:
     asked = config.trainer.replay
     assert asked.mode is not None and asked.path is not None, "see configs.validation.programs"
     batch, facts = load_batch(dump_file(asked.path))
+    if "group" not in batch.rows:
+        # A dump of an earlier version: no data row was twice in a batch, so its number identifies the group.
+        batch = batch.with_rows(group=batch.rows["uid"])
     step = int(facts["step"])
     # A separate directory: the replay writes metrics and dumps too, and the run's files must stay as they are.
     directory = Path(config.trainer.default_local_dir) / f"replay_{asked.mode}_{step}"

@@ -53,11 +53,11 @@ def update(model: RemoteModel, batch: Batch, spec: UpdateSpec, step: int, watch:
     updates.
     """
     history: list[dict[str, float]] = []
-    uids = batch.rows["uid"].tolist()
+    uids, prompt_groups = batch.rows["uid"].tolist(), batch.rows["group"].tolist()
     for epoch in range(spec.epochs):
         # A function of step and epoch: a resumed run shuffles as the interrupted one would have.
         seed = seed_of(spec.seed, "mini_batch", step, epoch) if spec.shuffle else None
-        for index, rows in enumerate(mini_batches(uids, spec.groups, seed=seed)):
+        for index, rows in enumerate(mini_batches(uids, spec.groups, seed=seed, groups=prompt_groups)):
             mini, loss_metrics = batch if len(rows) == len(batch) else batch.select(rows), dict[str, float]()
             if spec.prepare is not None:
                 # The forward pass runs here, not before the epochs: earlier mini-batches have already changed the weights.

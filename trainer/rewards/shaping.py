@@ -30,12 +30,12 @@ def missing_eos_penalty(finished: Tensor, penalty: float | None) -> Tensor:
     return torch.where(finished.bool(), 0.0, -(penalty or 0.0))
 
 
-def group_moments(rewards: Tensor, uid: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and population standard deviation of each row's group, float64 (B,) both. uid (B,): prompt group."""
-    group, size = group_ids(uid)
-    mean = (sum_by(rewards, group, len(size)) / size)[group]
-    variance = sum_by((rewards - mean).square(), group, len(size)) / size
-    return mean, spread(variance.sqrt())[group]
+def group_moments(rewards: Tensor, group: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and population standard deviation of each row's group, float64 (B,) both. group (B,): group numbers."""
+    index, size = group_ids(group)
+    mean = (sum_by(rewards, index, len(size)) / size)[index]
+    variance = sum_by((rewards - mean).square(), index, len(size)) / size
+    return mean, spread(variance.sqrt())[index]
 
 
 def standardised(values: Tensor, mean: Tensor, std: Tensor) -> Tensor:
@@ -50,10 +50,11 @@ class Shaping:
     config: ShapingConfig
     running: RunningMoments
 
-    def __call__(self, rewards: Tensor, uid: Tensor, baselines: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+    def __call__(self, rewards: Tensor, group: Tensor, baselines: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         """Clip and normalise rewards (B,) and, with the same statistics, baselines (B,), the rewards of greedy responses.
 
-        Statistics are those of ``rewards``; running moments include the current step. Baselines never enter them.
+        group (B,): group numbers. Statistics are those of ``rewards``; running moments include the current step. Baselines never
+        enter them.
         """
         # Clip first: a single outlier would otherwise set the standard deviation of its group.
         rewards = self._clip(rewards)
@@ -61,7 +62,7 @@ class Shaping:
         if self.config.normalize is None:
             return rewards, baselines
         if self.config.normalize == "group":
-            mean, std = group_moments(rewards, uid)
+            mean, std = group_moments(rewards, group)
         else:
             self.running.update(rewards)
             mean, std = (torch.tensor(value, dtype=torch.float64) for value in (self.running.mean, self.running.std))

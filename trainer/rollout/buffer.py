@@ -48,7 +48,7 @@ class PendingGroup:
         return self.prompt.ordinal
 
     def batch(self, ids: Sequence[int]) -> Batch:
-        """Its responses as an engine returns them, with the columns of RolloutRole.advance. ids: theirs."""
+        """Its responses as an engine returns them, with the columns of RolloutRole.advance. ids: of the responses."""
         columns = {name: [response.column(name) for response in self.responses] for name in COLUMNS}
         return Batch(
             lengths=torch.tensor([len(row) for row in columns["input_ids"]], dtype=torch.int64),

@@ -41,15 +41,15 @@ def metric_values(batch: Batch, metric: str | None) -> list[float]:
     return [extra[metric] for extra in extras]
 
 
-def group_verdicts(asked: Sequence[int], uids: Sequence[int], values: Sequence[float], n: int) -> dict[int, Verdict]:
-    """Verdict of each group in ``asked``, in order. uids, values: group and metric of every response that has a score.
+def group_verdicts(asked: Sequence[int], groups: Sequence[int], values: Sequence[float], n: int) -> dict[int, Verdict]:
+    """Verdict of each group in ``asked``, in order. groups, values: group and metric of every response that has a score.
 
     A group is kept if two of its values differ, or, with n = 1 response per prompt, if it has one. Failed rewards do not count.
     """
-    groups: dict[int, list[float]] = {uid: [] for uid in asked}
-    for uid, value in zip(uids, values, strict=True):
-        groups[uid].append(value)
-    return {uid: _judge(scored, n) for uid, scored in groups.items()}
+    scored: dict[int, list[float]] = {group: [] for group in asked}
+    for group, value in zip(groups, values, strict=True):
+        scored[group].append(value)
+    return {group: _judge(of_group, n) for group, of_group in scored.items()}
 
 
 def _judge(scored: Sequence[float], n: int) -> Verdict:

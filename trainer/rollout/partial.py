@@ -34,7 +34,7 @@ class PartialRollouts:
     def __init__(self, buffer: GroupBuffer, *, groups: int, oversubmit: float, max_age: int) -> None:
         """groups: prompts in a step's batch. oversubmit: groups that are generated at the same time, relative to ``groups``.
 
-        max_age: a step does not end while a group admitted so many steps ago is unfinished.
+        max_age: a step does not end while a group admitted this many steps ago is unfinished.
         """
         self.buffer = buffer
         self.groups = groups

@@ -43,27 +43,29 @@ class FilteredRounds:
         tally = Tally(self.config, self.groups, prompts.rounds_per_epoch)
         parts: list[Batch] = []
         taken: list[int] = []
+        kept_uids: set[int] = set()
         failed = generated = 0
         first_epoch = prompts.epoch
         while not tally.is_full:
             tally.check_another(step)
             # Prompts come again when a step needs more than one pass over the data. The number of passes enters the seeds below:
             # the same step, prompt and sample would otherwise give the same responses.
-            again, before = prompts.epoch - first_epoch, set(taken)
-            asked = [prompt for prompt in prompts.draw() if prompt.uid not in before]
+            again = prompts.epoch - first_epoch
+            asked = [prompt for prompt in prompts.draw() if prompt.uid not in kept_uids]
             if not asked:
                 # Counts as a round without a kept group, so that check_another ends the loop after a full pass.
                 tally.add((), ())
                 continue
             answered = sampler.sample_to_train(asked, "train" if not again else f"train_again_{again}", step, phases)
             scored = sampler.drop_failed(answered)
-            values, uids = metric_values(scored, self.config.metric), scored.rows["uid"].tolist()
-            verdicts = group_verdicts([prompt.uid for prompt in asked], uids, values, sampler.n)
+            values, groups = metric_values(scored, self.config.metric), scored.rows["group"].tolist()
+            verdicts = group_verdicts([prompt.ordinal for prompt in asked], groups, values, sampler.n)
             tally.add(verdicts.values(), values)
             check_some_scored(answered, tally.n_values)
-            kept = [uid for uid, verdict in verdicts.items() if verdict == "kept"]
-            parts.append(select_groups(scored, kept))
-            taken += kept
+            kept = [prompt for prompt in asked if verdicts[prompt.ordinal] == "kept"]
+            parts.append(select_groups(scored, [prompt.ordinal for prompt in kept]))
+            taken += [prompt.ordinal for prompt in kept]
+            kept_uids |= {prompt.uid for prompt in kept}
             failed += len(answered) - len(scored)
             generated += answered.meta["generated_tokens"]
         batch = select_groups(Batch.concat(parts), taken[: self.groups])
@@ -71,6 +73,6 @@ class FilteredRounds:
         return batch.with_meta({"metrics": metrics, "generated_tokens": generated})
 
 
-def select_groups(batch: Batch, uids: Sequence[int]) -> Batch:
-    """Rows of the groups ``uids``, in the order of the batch."""
-    return batch.select(torch.isin(batch.rows["uid"], torch.tensor(uids, dtype=torch.int64)).nonzero().flatten())
+def select_groups(batch: Batch, groups: Sequence[int]) -> Batch:
+    """Rows of ``groups``, in the order of the batch."""
+    return batch.select(torch.isin(batch.rows["group"], torch.tensor(groups, dtype=torch.int64)).nonzero().flatten())

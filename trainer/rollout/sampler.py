@@ -105,7 +105,7 @@ class Sampler:
         self.left_out = []
         batch = self.policy.batch(self, step, prompts, phases, overlap)
         # After filtering: running moments and group statistics are those of the rows that are trained on.
-        reward, baseline = self.shaping(batch.rows["reward"], batch.rows["uid"], batch.rows.get("baseline"))
+        reward, baseline = self.shaping(batch.rows["reward"], batch.rows["group"], batch.rows.get("baseline"))
         batch = batch.with_rows(reward=reward, **({} if baseline is None else {"baseline": baseline}))
         return batch.with_tokens(token_level_scores=token_rewards(batch, reward))
 
@@ -178,7 +178,8 @@ class Sampler:
 
         Returns a batch with these columns:
         tokens: input_ids, response_mask, rollout_log_probs, weight_version; model_rewards if a model scores single tokens.
-        rows: uid, sample, prompt_length, score, finished, reward_failed.
+        rows: uid, group, sample, prompt_length, score, finished, reward_failed. group: the prompt's ordinal; for prompts that are
+            not from a PromptStream, the index in ``prompts``.
         objects: prompt, response, ground_truth, data_source, reward_extra, reward_error.
         """
         each = n + (trains and self.with_baselines)
@@ -229,10 +230,14 @@ class Sampler:
             batch = batch if at_tokens is None else batch.with_tokens(model_rewards=at_tokens)
             # Again: reward models on servers can time out as well.
             scores = self._with_timeout_scores(scores)
+        ordinals = torch.tensor([prompt.ordinal for prompt in asked])
+        # Responses to a prompt are adjacent, from sample 0.
+        indices = (torch.tensor(samples) == 0).cumsum(0) - 1
         self.failures.add(step, "training" if trains else "validation", scores)
         score = torch.tensor([0.0 if item.value is None else item.value for item in scores])
         batch.rows |= {
             "uid": torch.tensor([prompt.uid for prompt in asked]),
+            "group": torch.where(ordinals < 0, indices, ordinals),
             "sample": torch.tensor(samples),
             "score": score,
             "reward_failed": torch.tensor([item.value is None for item in scores]),

@@ -31,11 +31,11 @@ def data_metrics(batch: Batch, max_prompt_length: int) -> dict[str, float]:
     """Statistics of scores, rewards, advantages, returns, values and lengths of a step.
 
     batch: tokens response_mask, token_level_rewards (after any KL penalty), advantages, returns, and values if there is a critic;
-    rows uid, score, prompt_length, finished (1: stopped, 0: truncated at the length limit).
+    rows group, score, prompt_length, finished (1: stopped, 0: truncated at the length limit).
 
     ``response_length/clip_ratio`` is the fraction of truncated responses. ``prompt_length/clip_ratio`` is the fraction of prompts
-    of at least ``max_prompt_length`` tokens. ``training/zero_signal_groups`` is the fraction of prompts (uid) without any trained
-    token that has a non-zero advantage.
+    of at least ``max_prompt_length`` tokens. ``training/zero_signal_groups`` is the fraction of groups without any trained token
+    that has a non-zero advantage.
     """
     mask = batch.tokens["response_mask"].bool()
     prompts = batch.rows["prompt_length"].double()
@@ -50,7 +50,7 @@ def data_metrics(batch: Batch, max_prompt_length: int) -> dict[str, float]:
     metrics["response_length/clip_ratio"] = float((batch.rows["finished"] == 0).double().mean())
     metrics["prompt_length/clip_ratio"] = float((prompts >= max_prompt_length).double().mean())
     learnt = sum_by((batch.tokens["advantages"].abs() > ROUNDING) & mask, batch.segment_ids(), len(batch))
-    group, size = group_ids(batch.rows["uid"])
+    group, size = group_ids(batch.rows["group"])
     metrics["training/zero_signal_groups"] = float((sum_by(learnt, group, len(size)) == 0).double().mean())
     if "values" in batch.tokens:
         values, returns = batch.tokens["values"][mask].double(), batch.tokens["returns"][mask].double()

@@ -188,8 +188,10 @@ class Sharing(Mirror):
 def test_responses_to_a_prompt_share_a_micro_batch_if_the_engine_shares_prompts(shares: bool) -> None:
     sizes = [9, 10, 9, 10, 9, 10]
     ones = torch.ones(sum(sizes))
-    batch = numbered(sizes).with_rows(uid=torch.tensor([0, 1, 2, 0, 1, 2]), prompt_length=torch.full((6,), 8))
-    first = torch.repeat_interleave(batch.rows["uid"], batch.lengths)
+    """Groups 0 and 1 have the same data row as their prompt."""
+    columns = {"uid": torch.tensor([5, 5, 2, 5, 5, 2]), "group": torch.tensor([0, 1, 2, 0, 1, 2])}
+    batch = numbered(sizes).with_rows(prompt_length=torch.full((6,), 8), **columns)
+    first = torch.repeat_interleave(batch.rows["group"], batch.lengths)
     batch = batch.with_tokens(input_ids=first, response_mask=ones, loss_weight=ones)
     with LocalBackend() as backend:
         actor = start(backend.start_group("workers", ResourcePool((1,), "cpu", "pool"), Sharing), shares_prompts=shares)

@@ -30,7 +30,7 @@ def mini_batch() -> Batch:
     """A mini-batch of 41 tokens, one of its columns two-dimensional."""
     batch = toy_batch([20, 15, 6])
     wide = torch.randn(41, 7)
-    return batch.with_tokens(wide=wide).with_rows(uid=torch.tensor([5, 5, 9]))
+    return batch.with_tokens(wide=wide).with_rows(uid=torch.tensor([5, 5, 9]), group=torch.tensor([8, 8, 10]))
 
 
 def test_configuration_without_files_has_no_stream() -> None:
@@ -63,14 +63,14 @@ def test_no_micro_batch_has_more_tokens_than_the_cap_whatever_the_data_rows_are(
     """Every text has a prompt of its own; counted as a response to a policy prompt, its prompt would count as computed."""
     texts, draw = stream(tmp_path, 0.5, ratio=1.0), random.Random(1)
     for _ in range(3000):
-        groups = [(uid, draw.randint(1, 40), draw.randint(1, 3)) for uid in draw.sample(range(4), draw.randint(1, 3))]
-        rows = [(uid, prompt, prompt + draw.randint(1, 40)) for uid, prompt, n in groups for _ in range(n)]
-        uid, prompts, lengths = (torch.tensor(column) for column in zip(*rows, strict=True))
-        ids = torch.repeat_interleave(1000 + uid, lengths)
+        groups = [(group, draw.randint(1, 40), draw.randint(1, 3)) for group in draw.sample(range(4), draw.randint(1, 3))]
+        rows = [(group, prompt, prompt + draw.randint(1, 40)) for group, prompt, n in groups for _ in range(n)]
+        group, prompts, lengths = (torch.tensor(column) for column in zip(*rows, strict=True))
+        ids = torch.repeat_interleave(1000 + group, lengths)
         columns = {"input_ids": ids, "response_mask": torch.ones(len(ids)), "loss_weight": torch.ones(len(ids))}
-        mixed = texts.extend(Batch(lengths, columns, {"uid": uid, "prompt_length": prompts}))
+        mixed = texts.extend(Batch(lengths, columns, {"group": group, "prompt_length": prompts}))
         lengths_of, cap = mixed.lengths.tolist(), int(mixed.lengths.max()) + draw.randint(0, 60)
-        planned = SharedRows(lengths_of, mixed.rows["prompt_length"].tolist(), mixed.rows["uid"].tolist())
+        planned = SharedRows(lengths_of, mixed.rows["prompt_length"].tolist(), mixed.rows["group"].tolist())
         computed = Prompts.of(mixed)
         assert computed is not None
         plan = planned.plan(draw.randint(1, 2), Limits(max_tokens=cap))

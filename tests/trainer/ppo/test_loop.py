@@ -3,16 +3,23 @@
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pyarrow.parquet as pq
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from configs.compose import compose
+from configs.schema.ppo import PPOConfig
 from tests.runs import make_task, ppo_arguments, repeatable, run_ppo
+from tests.workers.test_batch import numbered
 from trainer import main_ppo
 from trainer.checkpoint.resume import find_latest
+from trainer.ppo.loop import Loop
 from trainer.run.run_dir import START
+from trainer.run.timing import Phases
 
 PPO = (
     "algorithm=ppo", "actor_rollout_ref.actor.ppo_mini_batch_size=4", "actor_rollout_ref.actor.ppo_epochs=2",
@@ -125,6 +132,20 @@ def test_every_step_has_new_prompts_and_independent_samples(task: Path, tmp_path
         assert len(set(step["uid"])) == 8 and step["sample"] == [0, 1, 2, 3] * 8
         answers = [step["response"][i : i + 4] for i in range(0, 32, 4)]
         assert sum(len(set(group)) > 1 for group in answers) == 8, "the four responses to a prompt are all equal"
+
+
+def test_advantages_are_whitened_by_group_where_a_prompt_is_in_the_batch_twice() -> None:
+    batch = numbered([1] * 8).with_tokens(
+        response_mask=torch.ones(8), token_level_scores=torch.tensor([0.0, 0.0, 0.0, 4.0, 1.0, 1.0, 1.0, 2.0])
+    )
+    batch = batch.with_rows(
+        uid=torch.full((8,), 4), group=torch.arange(8) // 4 + 6, prompt_length=torch.zeros(8, dtype=torch.int64)
+    )
+    batch.objects["reward_extra"] = [{}] * 8
+    config = compose("ppo_trainer", PPOConfig, ["algorithm.adv_estimator=reinforce", "algorithm.whiten_advantages=group"])
+    loop = SimpleNamespace(config=config, trainer=SimpleNamespace(phases=Phases()))
+    found = Loop.advantages(cast(Any, loop), batch).tokens["advantages"]
+    assert found.tolist() == pytest.approx([-(3**-0.5), -(3**-0.5), -(3**-0.5), 3**0.5] * 2)
 
 
 def test_failed_rewards_are_counted_and_excluded(task: Path, tmp_path: Path) -> None:

@@ -87,6 +87,7 @@ def test_second_sigterm_ends_the_run_at_once(task: Path, tmp_path: Path) -> None
         pytest.param(("algorithm.filter_groups.enable=true", "data.gen_batch_size=4"), marks=pytest.mark.soak),
         ("async_training.mode=partial", "algorithm.rollout_correction.rollout_is=token"),
     ],
+    ids=["one round", "filter_groups", "partial"],
 )
 def test_step_with_hanging_rewards_is_abandoned_and_repeated(
     task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, algorithm: tuple[str, ...]

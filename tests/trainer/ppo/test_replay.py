@@ -98,6 +98,17 @@ def test_changed_token_in_the_dump_is_reported(copied: Run, task: Path, capfd: p
     assert "error: actor/grad_norm: " in output and "error: critic/score/mean" not in output
 
 
+def test_dump_without_groups_is_replayed(copied: Run, task: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Earlier versions wrote none."""
+    run_dir, overrides = copied
+    file = run_dir / "rollouts/step_1.safetensors"
+    batch, facts = load_batch(file)
+    del batch.rows["group"]
+    save_batch(file, batch, facts)
+    assert again(task, run_dir, overrides, "train", 1) == 0
+    assert capfd.readouterr().out.strip().endswith("all equal")
+
+
 def test_changed_weight_is_reported(copied: Run, task: Path, capfd: pytest.CaptureFixture[str]) -> None:
     run_dir, overrides = copied
     file = task / "base/model.safetensors"

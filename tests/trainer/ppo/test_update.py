@@ -40,7 +40,7 @@ def step_batch() -> Batch:
     """Six prompts, two responses each."""
     batch = numbered([3, 4, 5, 2, 7, 3, 1, 6, 2, 2, 4, 3])
     mask = (torch.arange(batch.total_tokens) % 3 > 0).float()
-    return batch.with_tokens(response_mask=mask).with_rows(uid=torch.arange(12) // 2)
+    return batch.with_tokens(response_mask=mask).with_rows(uid=torch.arange(12) // 2, group=20 - torch.arange(12) // 2)
 
 
 def spec(**changes: Any) -> UpdateSpec:
@@ -66,6 +66,15 @@ def test_every_epoch_covers_the_batch_in_different_mini_batches() -> None:
     other_step = Recorder()
     update(cast(Any, other_step), step_batch(), spec(), step=6, watch=unseen)
     assert set(members(other_step.given[:3])) != set(first)
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_groups_with_the_same_prompt_are_in_different_mini_batches(shuffle: bool) -> None:
+    model = Recorder()
+    batch = step_batch().with_rows(uid=torch.tensor([4, 4, 7, 7, 4, 4, 9, 9, 9, 9, 4, 4]))
+    update(cast(Any, model), batch, spec(shuffle=shuffle, groups=1), step=5, watch=unseen)
+    for epoch in (model.given[:6], model.given[6:]):
+        assert sorted(tuple(mini.rows["group"].tolist()) for mini in epoch) == [(group, group) for group in range(15, 21)]
 
 
 def test_mini_batches_without_shuffling_are_in_order() -> None:

@@ -4,6 +4,9 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
 
 import trainer.rollout.remote_rollout as remote_rollout
 from data_preprocess import tiny_model
@@ -37,6 +40,10 @@ ENGINES = {
 }  # fmt: skip
 
 
+def versions(dump: dict[str, Tensor]) -> list[int]:
+    return dump["tokens.weight_version"][dump["tokens.response_mask"].bool()].tolist()
+
+
 @pytest.mark.parametrize("engine", ["embedded", pytest.param("vllm", marks=CPU_BUILD)])
 def test_run_with_responses_in_flight_resumes_bitwise(engine: str, task: Path, tmp_path: Path) -> None:
     def dumps(name: str) -> tuple[str, ...]:
@@ -45,5 +52,10 @@ def test_run_with_responses_in_flight_resumes_bitwise(engine: str, task: Path, t
     whole = run_ppo(task, tmp_path / "whole", *dumps("whole"))
     assert any(step["rollout/stale_tokens"] > 0 for step in whole[1:]) and whole[0]["rollout/stale_tokens"] == 0
     assert max(step["rollout/age/max"] for step in whole) >= 1
+    assert max(step["training/rollout_log_probs_diff_max"] for step in whole) < 1e-5, "of tokens that older weights sampled"
+    dump = load_file(tmp_path / "whole" / "rollouts" / "step_3.safetensors")
+    of_row = torch.repeat_interleave(torch.arange(len(dump["lengths"])), dump["lengths"])[dump["tokens.response_mask"].bool()]
+    sampled_by = {(row, version) for row, version in zip(of_row.tolist(), versions(dump), strict=True)}
+    assert len(sampled_by) > len(dump["lengths"]), "a response has tokens of several versions"
     run_ppo(task, tmp_path / "broken", *dumps("broken"), "trainer.total_training_steps=2")
     assert repeatable(run_ppo(task, tmp_path / "broken", *dumps("broken"))) == repeatable(whole)

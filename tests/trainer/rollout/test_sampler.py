@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -156,7 +156,7 @@ def make(
     config = compose("ppo_trainer", PPOConfig, [f"reward.{override}" for override in overrides])
     engine, events = Engine(), RecordedEvents()
     prompts = [Prompt(uid, (uid,), str(uid), f"source {uid % 2}", kind, {"uid": uid}, str(uid)) for uid, kind in enumerate(kinds)]
-    limits = {"metric": metric, "max_num_gen_batches": cap}
+    filters = FilterGroupsConfig(enable=True, metric=metric, max_num_gen_batches=cap or 0)
     sampler = Sampler(
         cast(Any, engine),
         cast(Any, Judge(KINDS)),
@@ -165,7 +165,7 @@ def make(
         n=n,
         sampling=SAMPLING,
         seed=7,
-        policy=OneRound() if cap is None else FilteredRounds(FilterGroupsConfig(enable=True, **limits), groups),
+        policy=OneRound() if cap is None else FilteredRounds(filters, groups),
         with_baselines=with_baselines,
         reward=config.reward,
         shaping=Shaping(config.reward.shaping, RunningMoments()),
@@ -190,6 +190,7 @@ def test_step_without_a_filter_is_one_round() -> None:
     assert first.meta["metrics"] == {"reward/failed": 0, "reward/failed_share": 0.0, "reward/timed_out_share": 0.0}
     assert second.meta["metrics"] == {"reward/failed": 1, "reward/failed_share": 1 / 8, "reward/timed_out_share": 0.0}
     assert first.meta["generated_tokens"] == 8 * 3 and case.stream.drawn == 2
+    assert torch.equal(first.rows["group"], first.rows["uid"]) and torch.equal(second.rows["group"], second.rows["uid"])
     seeds = [seed for call in case.engine.asked for seed in call.rows["seed"].tolist()]
     assert len(set(seeds)) == 16, "every response has its own seed"
 
@@ -270,6 +271,7 @@ def test_next_pass_resamples_dropped_prompts_with_new_seeds_and_skips_kept_ones(
     batch = case.next_batch()
     assert case.engine.uids == [[0, 1, 2, 3], [1, 3]]
     assert batch.rows["uid"].tolist() == [0] * 4 + [2] * 4 + [1] * 4, "in the order in which they were sampled"
+    assert batch.rows["group"].tolist() == [0] * 4 + [2] * 4 + [5] * 4, "the second time the prompt is another group"
     first, again = case.engine.asked
     asked_again = first.tokens["input_ids"] == 1
     assert not set(first.rows["seed"][asked_again].tolist()) & set(again.rows["seed"].tolist())
@@ -280,6 +282,28 @@ def test_round_of_kept_prompts_generates_nothing() -> None:
     case = make(["mixed", "mixed", "mixed", "low>mixed"], groups=4, per_round=2)
     assert case.uids() == [0, 1, 2, 3]
     assert case.engine.uids == [[0, 1], [2, 3], [3]]
+
+
+def same_prompt_twice(*overrides: str, cap: int | None) -> Batch:
+    """Batch of a round in which both prompts are the same row of the data."""
+    case = make(["mixed", "low"], *overrides, groups=1, per_round=2, cap=cap)
+    case.stream.data = cast(Any, [replace(prompt, uid=7) for prompt in cast(Any, case.stream.data)])
+    return case.next_batch()
+
+
+def test_groups_with_the_same_prompt_are_shaped_and_filtered_separately() -> None:
+    shaped = same_prompt_twice("shaping.normalize=group", cap=None)
+    assert shaped.rows["uid"].tolist() == [7] * 8 and shaped.rows["group"].tolist() == [0] * 4 + [1] * 4
+    assert shaped.rows["reward"].tolist() == [-1.0, 1.0, -1.0, 1.0] + [0.0] * 4
+    kept = same_prompt_twice(cap=0)
+    assert kept.rows["group"].tolist() == [0] * 4 and counts(kept)["dropped_low"] == 1
+
+
+def test_validation_prompts_have_their_index_as_group() -> None:
+    sampler = make(["mixed"] * 4, groups=4, per_round=4).sampler
+    prompts = [Prompt(uid, (uid,), str(uid), "source", "mixed", {"uid": uid}, str(uid)) for uid in (8, 5, 6)]
+    batch = sampler.generate_and_score(prompts, 2, SAMPLING, Phases(), purpose="validation", step=1)
+    assert batch.rows["uid"].tolist() == [8, 8, 5, 5, 6, 6] and batch.rows["group"].tolist() == [0, 0, 1, 1, 2, 2]
 
 
 def test_error_at_the_cap_reports_the_counts() -> None:

@@ -38,7 +38,7 @@ def make_batch() -> Batch:
             "prompt_length": torch.tensor(PROMPTS),
             "score": torch.tensor([1.0, 0.0, 0.5, 0.0]),
             "finished": torch.tensor([1, 1, 1, 0]),
-            "uid": torch.tensor([7, 3, 7, 5]),
+            "group": torch.tensor([7, 3, 7, 5]),
         },
     )
 
