@@ -90,8 +90,8 @@ def compare_tokens(then: Batch, now: Batch, bound: float) -> list[Difference]:
 
 
 def places(batch: Batch) -> dict[tuple[int, int], int]:
-    """Row index of each response by (group, sample)."""
-    keys = zip(batch.rows["group"].tolist(), batch.rows["sample"].tolist(), strict=True)
+    """Row index of each response by (uid, sample)."""
+    keys = zip(batch.rows["uid"].tolist(), batch.rows["sample"].tolist(), strict=True)
     return {key: row for row, key in enumerate(keys)}
 
 
