@@ -6,7 +6,7 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,21 +65,19 @@ def role_of(process: psutil.Process, driver: psutil.Process) -> str:
     """driver, worker, or the beginning of its command line."""
     if process.pid == driver.pid:
         return "driver"
-    words = process.cmdline()
+    words = process.cmdline() or [process.name()]  # empty while it starts and after its end
     if words[0].startswith("ray::RayExecutor"):
         return "worker"
     return next((Path(word).stem for word in words if "/ray/" in word or "trainer" in word), words[0]) + f" {process.pid}"
 
 
 def size(folder: Path) -> int:
-    return sum(path.stat().st_size for path in files(folder))
-
-
-def files(folder: Path) -> Iterator[Path]:
+    total = 0
     with suppress(FileNotFoundError):
         for path in folder.rglob("*"):
-            if path.is_file():
-                yield path
+            with suppress(FileNotFoundError):  # removed since it was listed
+                total += path.stat().st_size if path.is_file() else 0
+    return total
 
 
 def main(notes: str, *arguments: str) -> int:
