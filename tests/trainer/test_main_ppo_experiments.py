@@ -18,8 +18,9 @@ METHODS = [
     for name in EXPERIMENTS
     if name not in ("run_qwen2.5-0.5b_grpo_vllm.sh", "run_qwen2.5-72b_grpo_megatron_split.sh") and name.startswith("run_")
 ]
-ALSO_PPO = "run_qwen2-7b_ppo_sglang.sh"
-"""On another engine than run_qwen2-7b_ppo_vllm_sleep.sh, which has its method, and offloads."""
+REPEATS = {"run_qwen2-7b_ppo_sglang.sh", "run_qwen2.5-7b_grpo_vllm.sh", "run_qwen2.5-7b_gspo_vllm.sh"}
+"""The first on another engine than run_qwen2-7b_ppo_vllm_sleep.sh, which has its method, and offloads; GRPO is the method of most
+tests' runs, and GSPO that of one in tests/trainer/ppo/test_loop_algorithms.py."""
 BATCH = 16
 pytestmark = [  # pytest sets its own filters for each test, without those of workers.engine.megatron
     pytest.mark.filterwarnings(r"ignore:::megatron\."),
@@ -32,7 +33,9 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_task(tmp_path_factory.mktemp("task"))
 
 
-@pytest.mark.parametrize("name", [name if name != ALSO_PPO else pytest.param(name, marks=pytest.mark.soak) for name in METHODS])
+@pytest.mark.parametrize(
+    "name", [name if name not in REPEATS else pytest.param(name, marks=pytest.mark.soak) for name in METHODS]
+)
 def test_method_of_the_script_trains_a_step(name: str, task: Path, tmp_path: Path) -> None:
     _, _, *words = started_by(name)
     config = compose("ppo_trainer", PPOConfig, words)

@@ -1,18 +1,16 @@
 """Command lines of verl's users, run for real: two steps, a clean end. On two workers: scripts/test.sh soak."""
 
 import json
-import os
 import subprocess
-import sys
 from pathlib import Path
 
 import psutil
 import pytest
 
-from configs.base.keys import CONFIG_DIR
 from data_preprocess import tiny_model
 from data_preprocess.writer import rl_row, write
 from tests.trainer.verl_commands import LONG_ANSWERS, SMALL_BATCH, SMALL_RUN
+from trainer import main_ppo
 
 
 @pytest.fixture(scope="module")
@@ -39,24 +37,37 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
         pytest.param(LONG_ANSWERS, (), id="long_answers_two_workers", marks=pytest.mark.soak),
     ],
 )
-def test_verl_command_lines_train_unchanged(command: str, workers: tuple[str, ...], task: Path, tmp_path: Path) -> None:
+def test_verl_command_lines_train_unchanged(
+    command: str,
+    workers: tuple[str, ...],
+    task: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """bash reads the text, and the program gets the words in this process."""
     small = [f"actor_rollout_ref.model.path={task}/model", f"critic.model.path={task}/model", *SMALL_RUN, *workers]
-    shell = f'python3() {{ "{sys.executable}" "$@" {" ".join(small)}; }}\n{command}'
-    places = {"PYTHONPATH": str(CONFIG_DIR.parent), "DATA_DIR": f"{task}/data"}
-    environment = places | {"TIME": "now", "TANDEM_TEST_RUN": str(tmp_path)}
-    result = subprocess.run(["bash", "-c", shell], cwd=tmp_path, env=os.environ | environment, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
-    assert "Traceback" not in result.stderr
+    shell = f"python3() {{ printf '%s\\0' \"$@\"; }}\n{command}"
+    environment = {"DATA_DIR": f"{task}/data", "TIME": "now", "TANDEM_TEST_RUN": str(tmp_path)}
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    read = subprocess.run(["bash", "-c", shell], cwd=tmp_path, capture_output=True, text=True, check=True)
+    module, *words = read.stdout.removesuffix("\0").split("\0")[1:]
+    assert module == "trainer.main_ppo"
+    monkeypatch.chdir(tmp_path)
+    code = main_ppo.PROGRAM([*words, *small])
+    out, err = capfd.readouterr()
+    assert code == 0 and "Traceback" not in err, err
     (log,) = tmp_path.rglob("metrics.jsonl")
     steps = [json.loads(line) for line in log.read_text().splitlines()]
     assert [step["training/global_step"] for step in steps] == [1, 2]
     assert {"critic/vf_loss", "actor/pg_loss", "critic/values/mean", "timing_s/update_critic"} <= steps[0].keys(), "PPO with GAE"
     assert "val/accuracy" in steps[1] and "actor/kl_loss" not in steps[0]
     for word in ("tensor_model_parallel_size", "gpu_memory_utilization"):
-        assert sum(word in line and "no effect" in line for line in result.stderr.splitlines()) == 1
+        assert sum(word in line and "no effect" in line for line in err.splitlines()) == 1
     if "wandb" in command:
-        assert sum(line.startswith("logger wandb left out") for line in result.stderr.splitlines()) == 1
-    assert result.stdout.splitlines()[-1].startswith("report: ")
+        assert sum(line.startswith("logger wandb left out") for line in err.splitlines()) == 1
+    assert out.splitlines()[-1].startswith("report: ")
     assert survivors(str(tmp_path)) == []
 
 

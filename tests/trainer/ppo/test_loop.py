@@ -110,6 +110,7 @@ def assert_start_is_reported(run_dir: Path) -> None:
     assert sum(seconds[role] for role in roles - {"ranks/rollout"}) <= seconds["models"] + 0.01
 
 
+@pytest.mark.soak
 def test_micro_batch_size_does_not_change_the_step(task: Path, tmp_path: Path) -> None:
     """Micro-batches by rows, by tokens, or a single one: the same gradient and the same loss, to float tolerance."""
     cuts = {

@@ -129,13 +129,13 @@ def test_estimators_of_separate_rewards_find_models_by_name(task: Path, tmp_path
         named_rewards(batches(tmp_path)[0].objects["reward_extra"], ["other"])
 
 
-def test_replay_uses_the_moments_of_the_step(task: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("mode", ["rollout", pytest.param("train", marks=pytest.mark.soak)])
+def test_replay_uses_the_moments_of_the_step(task: Path, tmp_path: Path, mode: str) -> None:
     words = (f"reward.models.a={{path: {task}/same, normalize: running}}", "reward.weight=0.5", "trainer.save_freq=1")
     run(task, tmp_path, *words)
-    for mode in ("rollout", "train"):
-        again = (f"trainer.rollout_data_dir={tmp_path}/rollouts", f"trainer.replay.mode={mode}")
-        path = f"trainer.replay.path={tmp_path}/rollouts/step_2.safetensors"
-        assert main_ppo.PROGRAM(ppo_arguments(task, tmp_path, *words, *again, path)) == 0
+    again = (f"trainer.rollout_data_dir={tmp_path}/rollouts", f"trainer.replay.mode={mode}")
+    path = f"trainer.replay.path={tmp_path}/rollouts/step_2.safetensors"
+    assert main_ppo.PROGRAM(ppo_arguments(task, tmp_path, *words, *again, path)) == 0
 
 
 @pytest.mark.soak

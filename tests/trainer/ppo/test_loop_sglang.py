@@ -10,6 +10,7 @@ from tests.workers.rollout.vllm_workers import CPU_BUILD
 pytestmark = CPU_BUILD
 
 
+@pytest.mark.soak
 def test_quick_start_model_trains_and_its_first_update_is_on_policy(tmp_path: Path) -> None:
     task = make_task(tmp_path / "task")
     first, second = run_ppo(task, tmp_path / "run", "rollout=sglang", "actor_rollout_ref.rollout.tensor_model_parallel_size=1")

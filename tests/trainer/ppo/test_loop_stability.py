@@ -102,6 +102,7 @@ def test_two_workers_have_the_texts_and_the_weight_average_of_one(task: Path, tm
         torch.testing.assert_close(averages[1][name], weight, atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.soak
 def test_step_with_texts_is_replayed_bitwise(task: Path, tmp_path: Path) -> None:
     overrides = (*ptx(task), "trainer.save_freq=1", f"trainer.rollout_data_dir={tmp_path}/rollouts")
     run_ppo(task, tmp_path / "run", *overrides)

@@ -1,5 +1,6 @@
 """An actor, with FSDP2 shards by default, and a rollout engine, colocated on two ranks or in other processes, on Ray."""
 
+from collections.abc import Collection
 from pathlib import Path
 from typing import Literal
 
@@ -74,12 +75,6 @@ class Run:
             trainers.call(role_call("actor", ModelRole.send_weights)).result()
         return spoiled.result()
 
-    def start_over(self) -> None:
-        """Others can be there after it."""
-        for group in self.groups:
-            group.call(worker_call(SpoilingWorker.start_over)).result()
-            group._meshes.clear()
-
     def answers(self, *, greedy: bool) -> tuple[Batch, Batch]:
         """Prompts, each twice in a row, and what came."""
         rows = [torch.tensor(prompt) for prompt in ragged_prompts(5, longest=150) for _ in range(GROUP)]
@@ -136,18 +131,33 @@ class Run:
 
 
 class Groups:
-    """Of workers, each for one run after the other."""
+    """Two ranks for engines, and ranks for a trainer apart from them, each for one run after the other."""
 
     def __init__(self, backend: RayBackend) -> None:
         self.backend = backend
         self._started: dict[str, WorkerGroup] = {}
-        self.engines = start_workers(backend, "engines")
+
+    @property
+    def engines(self) -> WorkerGroup:
+        if "engines" not in self._started:
+            self._started["engines"] = start_workers(self.backend, "engines")
+        return self._started["engines"]
 
     def trainers(self, count: int, kind: str = "fsdp") -> WorkerGroup:
         """One group at a time in addition to the engines: they take turns on few processors."""
         name = f"{kind}-{count}"
         if name not in self._started:
-            for other in self._started.values():
-                other.shutdown()
-            self._started = {name: start_workers(self.backend, name, count)}
+            self.shutdown(set(self._started) - {"engines"})
+            self._started[name] = start_workers(self.backend, name, count)
         return self._started[name]
+
+    def start_over(self) -> None:
+        """Close what the previous run has left."""
+        for group in self._started.values():
+            group.call(worker_call(SpoilingWorker.start_over)).result()
+            group._meshes.clear()
+
+    def shutdown(self, names: Collection[str] | None = None) -> None:
+        """End all groups, or those with these names; the next use starts them again."""
+        for name in list(self._started) if names is None else names:
+            self._started.pop(name).shutdown()

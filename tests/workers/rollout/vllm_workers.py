@@ -131,7 +131,9 @@ class SpoilingWorker(Worker):
         return ""
 
     def signal_at(self, count: int, number: int) -> None:
-        """From now on the process gets this signal when this number of tensors has passed in a sync."""
+        """From now on rank 0's process gets this signal when this number of tensors has passed in a sync."""
+        if self.info.rank != 0:
+            return
 
         def watched(weights: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
             for i, pair in enumerate(weights):

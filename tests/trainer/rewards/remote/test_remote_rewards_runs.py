@@ -68,6 +68,7 @@ def test_other_server_takes_over_when_one_dies_in_a_step(
     assert f"note: reward server: {doomed}: " in capsys.readouterr().err
 
 
+@pytest.mark.soak
 def test_unscored_responses_of_a_dead_server_are_counted_as_failed(task: Path, tmp_path: Path) -> None:
     words = ["reward.remote.batch_size=8", "reward.remote.concurrency=1", "reward.remote.retries=1", "reward.remote.backoff=0.01"]
     with dying(task) as (doomed, _):

@@ -16,6 +16,7 @@ from workers.metric import plain_numbers
 
 Changes = dict[str, Any]
 
+SIZES = (1, 2, 4)
 TRAINED: dict[int, dict[str, tuple[str, Changes]]] = {
     1: {"one": ("qwen2", {})},
     2: {

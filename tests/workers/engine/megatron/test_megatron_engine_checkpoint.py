@@ -15,7 +15,6 @@ from tests.workers.engine.toy import distance, plain_model, toy_engine
 from trainer.checkpoint.export import WEIGHTS, check, export, read_weights
 
 RanksOf = Callable[[int], list[dict[str, Any]]]
-PathOf = Callable[[int], Path]
 NAMES = [name for name, _ in RESHARDED]
 
 
@@ -42,8 +41,9 @@ def test_as_if_never_cut_otherwise(group: None, ranks_of: RanksOf, models: dict[
     weights = exported(engine)
     last = ranks_of(2)[0]["resharding"][NAMES[-1]]
     assert distance(last["saved"], weights) < 1e-6
-    moved = {name: (weight - exported(toy_engine(models["qwen2"]))[name]) for name, weight in weights.items()}
-    actual = {name: (weight - exported(toy_engine(models["qwen2"]))[name]) for name, weight in last["saved"].items()}
+    start = exported(toy_engine(models["qwen2"]))
+    moved = {name: weight - start[name] for name, weight in weights.items()}
+    actual = {name: weight - start[name] for name, weight in last["saved"].items()}
     assert distance(actual, moved) < 1e-3, "of how far the weights have come"
     following = train(engine, range(len(NAMES), len(NAMES) + 2))
     torch.testing.assert_close(last["metrics"][0]["grad_norm"], following["grad_norm"], rtol=1e-5, atol=0)
@@ -51,24 +51,24 @@ def test_as_if_never_cut_otherwise(group: None, ranks_of: RanksOf, models: dict[
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_export_of_a_checkpoint(ranks_of: RanksOf, path_of: PathOf, tmp_path: Path, name: str) -> None:
+def test_export_of_a_checkpoint(ranks_of: RanksOf, path: Path, tmp_path: Path, name: str) -> None:
     """By main_export, in one process without Megatron."""
     saved = ranks_of(2)[0]["resharding"][name]["saved"]
-    export(path_of(2) / name, tmp_path, trust_remote_code=False)
+    export(path / name, tmp_path, trust_remote_code=False)
     assert check(tmp_path, trust_remote_code=False) == sum(weight.numel() for weight in saved.values())
     assert_same_bits(dict(plain_model(str(tmp_path)).state_dict()), saved)
 
 
 @pytest.mark.parametrize("name", ["tp2", "distributed"])
-def test_half_precision_keeps_float32_copies(ranks_of: RanksOf, path_of: PathOf, models: dict[str, str], name: str) -> None:
+def test_half_precision_keeps_float32_copies(ranks_of: RanksOf, path: Path, models: dict[str, str], name: str) -> None:
     """Of the model's own weights at first, not of what bfloat16 left of them; they are saved, and it continues from them."""
     for rank in ranks_of(2):
         found = rank["half_precision"][name]
         assert_same_bits(*found["metrics"])
         assert_same_bits(*found["weights"])
-    first = read_weights(path_of(2) / f"half {name} 0", WEIGHTS, torch.float32)
+    first = read_weights(path / f"half {name} 0", WEIGHTS, torch.float32)
     assert_same_bits(first, dict(plain_model(models["three"]).state_dict()))
-    exact = read_weights(path_of(2) / f"half {name}", WEIGHTS, torch.float32)
+    exact = read_weights(path / f"half {name}", WEIGHTS, torch.float32)
     rounded = {key: weight.bfloat16() for key, weight in exact.items()}
     assert_same_bits(rounded, found["saved"])
     assert any(not torch.equal(weight, rounded[key].float()) for key, weight in exact.items())

@@ -8,9 +8,8 @@ import pytest
 
 from tests.workers.engine.megatron.cases import megatron_config
 from tests.workers.rollout.ranks import Groups, Run
-from tests.workers.rollout.vllm_workers import CPU_BUILD, SpoilingWorker
+from tests.workers.rollout.vllm_workers import CPU_BUILD
 from workers.controller.ray.ray_backend import RayBackend
-from workers.controller.rpc import worker_call
 
 pytestmark = [CPU_BUILD, pytest.mark.soak]
 LORA: dict[str, object] = {"lora_rank": 4, "lora_alpha": 32.0}
@@ -33,19 +32,14 @@ def groups(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Groups]:
 
 
 @pytest.fixture
-def special(request: pytest.FixtureRequest, groups: Groups, tmp_path: Path) -> Iterator[Run]:
+def special(request: pytest.FixtureRequest, groups: Groups, tmp_path: Path) -> Run:
     count, words = SPECIAL[request.param]
     trainers = groups.trainers(count, "megatron" if "sharding" in words else "fsdp")
     size = 1 if words["engine"] == "embedded" else 2
-    try:
-        run = Run(
-            groups.engines, tmp_path / "model", verify_weights="full", trainers=trainers, tensor_model_parallel_size=size, **words
-        )
-        yield run
-    finally:
-        for group in (groups.engines, trainers):
-            group.call(worker_call(SpoilingWorker.start_over)).result()
-            group._meshes.clear()
+    groups.start_over()
+    return Run(
+        groups.engines, tmp_path / "model", verify_weights="full", trainers=trainers, tensor_model_parallel_size=size, **words
+    )
 
 
 @pytest.mark.parametrize("special", [name for name in SPECIAL if name != "bfloat16"], indirect=True)

@@ -1,4 +1,4 @@
-"""vLLM with a LoRA adapter that comes alone: its answers, what it holds, what it refuses. Over two ranks: test_vllm_ranks.py."""
+"""vLLM with a LoRA adapter that comes alone: its answers, what it holds, what it refuses. Over two ranks: ../test_ranks.py."""
 
 from collections.abc import Iterator
 from dataclasses import replace

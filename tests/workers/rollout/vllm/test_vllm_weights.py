@@ -1,4 +1,4 @@
-"""Where vLLM keeps weights, and what can be seen of them, with real engines; see test_vllm_ranks.py for two ranks."""
+"""Where vLLM keeps weights, and what can be seen of them, with real engines; two ranks: tests/workers/rollout/test_ranks.py."""
 
 from collections.abc import Iterator
 from pathlib import Path
