@@ -26,6 +26,7 @@ import tempfile
 from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import cache
 from heapq import heappop, heappush
 from math import ceil, log, log1p
 from pathlib import Path
@@ -36,7 +37,7 @@ from typing import Any, TypeVar, cast
 import torch
 
 from configs.compose import compose
-from configs.schema.ppo import PPOConfig
+from configs.schema.ppo import PPOConfig, RewardConfig
 from trainer.cluster.watchdog import StartedCall, Watchdog
 from trainer.data.dataset import Prompt, PromptStream
 from trainer.data.order import DataOrder
@@ -237,6 +238,12 @@ class NoRewards:
         return [Score(0.0, {}, None)] * count
 
 
+@cache
+def reward_config() -> RewardConfig:
+    """The defaults. Cached: composing takes a second."""
+    return compose("ppo_trainer", PPOConfig, ()).reward
+
+
 class Simulation:
     """A run, step by step. buffer: groups in flight, of partial rollouts."""
 
@@ -253,7 +260,7 @@ class Simulation:
         policy = PartialRollouts(
             self.buffer, groups=settings.prompts, oversubmit=settings.oversubmit, max_age=settings.max_age
         )  # fmt: skip
-        config = compose("ppo_trainer", PPOConfig, ())
+        reward = reward_config()
         self.sampler = Sampler(
             self.rollout,
             cast(Any, NoRewards()),
@@ -264,8 +271,8 @@ class Simulation:
             seed=0,
             policy=policy if partial else OneRound(),
             with_baselines=False,
-            reward=config.reward,
-            shaping=Shaping(config.reward.shaping, RunningMoments()),
+            reward=reward,
+            shaping=Shaping(reward.shaping, RunningMoments()),
             models=None,
             rollbacks=Rollbacks(),
             failures=Failures(Events(folder)),
