@@ -48,7 +48,8 @@ class PartialRollouts:
             flow = sampler.rollout.flow(sampler.sampling, buffer.requests, expected=expected, in_step=True)
             generated, recomputed = 0, self._resubmit(flow)
             while not buffer.may_take(self.groups, step, self.max_age):
-                while buffer.n_unfinished < self.in_flight:
+                # The second bound: a step that waits for late groups would else complete more groups than steps can take.
+                while buffer.n_unfinished < self.in_flight and len(buffer) < (self.max_age + 1) * self.groups:
                     self._admit(flow, prompts.draw_one(), sampler, step)
                 flow.start()
                 scored += self._submit(sampler, len(scored))
