@@ -80,7 +80,7 @@ def test_run_listens_on_loopback_only_and_writes_no_secret(task: Path, tmp_path:
         task, run_dir,
         "algorithm=ppo", "trainer.backend=ray", "trainer.n_gpus_per_node=2", "reward.num_workers=2",
         "trainer.logger=[console,tensorboard]", "trainer.save_freq=1", "trainer.test_freq=1",
-        f"trainer.rollout_data_dir={run_dir}/rollouts",
+        f"trainer.rollout_data_dir={run_dir}/rollouts", "trainer.total_training_steps=1",
     )  # fmt: skip
     run = start(["--config-dir", str(task), "--config-name", "own", *arguments], tmp_path)
     sockets: set[tuple[str, str, int]] = set()
@@ -134,10 +134,12 @@ def test_printed_configuration_has_no_secrets(flags: list[str], task: Path, tmp_
         (f"reward.judge.url=https://user:{SECRET}@host/v1", "reward.judge.url"),
     ],
 )
-def test_secret_on_the_command_line_is_refused(word: str, key: str, task: Path, tmp_path: Path) -> None:
-    run = start([*ppo_arguments(task, tmp_path / "run"), word], tmp_path)
-    message, _ = run.communicate()
-    assert run.returncode == 2 and message.startswith(f"error: {key}: a secret on the command line") and message.count("\n") == 1
+def test_secret_on_the_command_line_is_refused(
+    word: str, key: str, task: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    code = main_ppo.PROGRAM([*ppo_arguments(task, tmp_path / "run"), word])
+    message = "".join(capfd.readouterr())
+    assert code == 2 and message.startswith(f"error: {key}: a secret on the command line") and message.count("\n") == 1
     assert SECRET not in message and list(files_with_the_secret(tmp_path)) == []
 
 

@@ -59,10 +59,11 @@ def test_mini_batch_is_unchanged_and_appended_rows_are_marked(tmp_path: Path) ->
     assert 0 < mask.sum() < texts.total_tokens and not texts.tokens["wide"].any() and not texts.tokens["advantages"].any()
 
 
-def test_no_micro_batch_has_more_tokens_than_the_cap_whatever_the_data_rows_are(tmp_path: Path) -> None:
+@pytest.mark.parametrize("cases", [1000, pytest.param(3000, marks=pytest.mark.soak)])
+def test_no_micro_batch_has_more_tokens_than_the_cap_whatever_the_data_rows_are(tmp_path: Path, cases: int) -> None:
     """Every text has a prompt of its own; counted as a response to a policy prompt, its prompt would count as computed."""
     texts, draw = stream(tmp_path, 0.5, ratio=1.0), random.Random(1)
-    for _ in range(3000):
+    for _ in range(cases):
         groups = [(group, draw.randint(1, 40), draw.randint(1, 3)) for group in draw.sample(range(4), draw.randint(1, 3))]
         rows = [(group, prompt, prompt + draw.randint(1, 40)) for group, prompt, n in groups for _ in range(n)]
         group, prompts, lengths = (torch.tensor(column) for column in zip(*rows, strict=True))

@@ -70,7 +70,13 @@ def one_worker(task: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pa
     return run_dir, run_ppo(task, run_dir, *PPO)
 
 
-@pytest.mark.parametrize("roles", [(MEGATRON, "critic.strategy=fsdp"), ("critic.strategy=megatron",)], ids=["actor", "critic"])
+@pytest.mark.parametrize(
+    "roles",
+    [
+        pytest.param((MEGATRON, "critic.strategy=fsdp"), id="actor"),
+        pytest.param(("critic.strategy=megatron",), id="critic", marks=pytest.mark.soak),
+    ],
+)
 def test_each_role_may_have_its_own_engine(
     roles: Sequence[str], task: Path, one_worker: tuple[Path, Steps], tmp_path: Path
 ) -> None:

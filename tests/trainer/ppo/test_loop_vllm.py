@@ -43,6 +43,7 @@ def test_engine_that_never_sleeps_gives_the_same_run(task: Path, tmp_path: Path)
     assert repeatable(asleep) == repeatable(awake)
 
 
+@pytest.mark.soak
 def test_every_step_uses_the_adapter_of_the_last_update(task: Path, tmp_path: Path) -> None:
     """Only the adapter is synced after the first step; the base weights were synced before it."""
     model, rollout = "actor_rollout_ref.model", "actor_rollout_ref.rollout"

@@ -25,7 +25,7 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
     draws = permutation(400, 3).tolist()
     rows = [{"messages": [*asked(draw % 10), *asked(draw // 10 % 10)]} for draw in draws]
     write(rows[:320], str(folder), "train")
-    write(rows[320:], str(folder), "test")
+    write(rows[320:336], str(folder), "test")
     return folder
 
 

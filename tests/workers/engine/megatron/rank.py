@@ -20,14 +20,11 @@ SIZES = (1, 2, 4)
 TRAINED: dict[int, dict[str, tuple[str, Changes]]] = {
     1: {"one": ("qwen2", {})},
     2: {
-        "tp2": ("qwen2", {"tp": 2}),
         "tp2 sp recomputed": ("qwen2", {"tp": 2, "sequence_parallel": True, "recompute": True}),
         "tp2 qwen3": ("qwen3", {"tp": 2, "sequence_parallel": True}),
-        "pp2": ("qwen2", {"pp": 2}),
         "pp2 tied": ("tied", {"pp": 2}),
         "pp2 vpp2": ("tied", {"pp": 2, "vpp": 2}),
         "pp2 llama": ("llama", {"pp": 2, "recompute": True}),
-        "dp2": ("qwen2", {}),
         "dp2 distributed": ("qwen2", {"use_distributed_optimizer": True}),
         "cp2": ("qwen2", {"cp": 2}),
     },
@@ -36,6 +33,9 @@ TRAINED: dict[int, dict[str, tuple[str, Changes]]] = {
     },
 }
 SOAK: dict[str, tuple[str, Changes]] = {  # with those above, every pair of ways to cut; four ranks each
+    "dp4": ("qwen2", {}),
+    "tp2 dp2": ("qwen2", {"tp": 2}),
+    "pp2 dp2 untied": ("qwen2", {"pp": 2}),
     "tp2 dp2 sp": ("qwen3", {"tp": 2, "sequence_parallel": True, "use_distributed_optimizer": True}),
     "tp2 cp2 sp": ("qwen2", {"tp": 2, "cp": 2, "sequence_parallel": True, "recompute": True, "use_distributed_optimizer": True}),
     "pp2 dp2": ("tied", {"pp": 2, "recompute": True, "use_distributed_optimizer": True}),
