@@ -211,7 +211,7 @@ class Sampler:
     ) -> Batch:
         """Wait for the scores of submitted responses, add those of reward models; returns what ``generate_and_score`` does.
 
-        batch: what ``_submit`` returned, in any order; rows["id"] are places in ``asked`` and ``samples`` (B).
+        batch: what ``submit`` returned, in any order; rows["id"] are places in ``asked`` and ``samples`` (B).
         """
         with phases("reward"), self.watchdog.own("reward", "scoring", f"{len(asked)} answers"):
             scores = self.rewards.finish()
