@@ -324,9 +324,14 @@ def partial_rollouts(settings: Settings, folder: Path) -> dict[str, float]:
         "oldest_unfinished": max(oldest),
         "stale_tokens": mean(step["rollout/stale_tokens"] for step in metrics),
         "recomputed_tokens": mean(step["rollout/recomputed_tokens"] for step in metrics),
-        "groups_in_flight_first": metrics[0]["rollout/groups_in_flight"],
-        "groups_in_flight_last": metrics[-1]["rollout/groups_in_flight"],
+        "groups_in_flight_first": in_flight(metrics[0]),
+        "groups_in_flight_last": in_flight(metrics[-1]),
     }
+
+
+def in_flight(metrics: dict[str, float]) -> float:
+    """Groups in flight after a step."""
+    return metrics["rollout/unfinished_groups"] + metrics["rollout/waiting_groups"]
 
 
 def compared(settings: Settings, base: dict[str, float], folder: Path) -> dict[str, float]:

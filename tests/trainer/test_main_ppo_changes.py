@@ -32,6 +32,7 @@ from trainer.resilience.restart import RunLifecycle
 from trainer.rewards.models.reward_models import ServedModel
 from trainer.rewards.remote.remote_rewards import open_rewards
 from trainer.rewards.scoring import Response
+from trainer.rollout.partial import PartialRollouts
 from trainer.run.errors import CheckFailed
 from trainer.run.timing import Start
 from workers.batch import Batch
@@ -279,6 +280,12 @@ def round_of_prompts(trial: Trial) -> Any:
     return [prompt.prompt_ids for prompt in trial.assembly.stream().draw()]
 
 
+def groups_in_flight(trial: Trial) -> Any:
+    policy = trial.assembly.batch_policy(trial.assembly.stream())
+    assert isinstance(policy, PartialRollouts)
+    return policy.in_flight
+
+
 def texts(trial: Trial) -> Any:
     """Texts of the auxiliary file."""
     assert trial.assembly.ptx is not None
@@ -364,6 +371,7 @@ ROWS: Mapping[str, Row] = {
     "alarms.truncated.bound": Row(0.9, reaction, ALARMS),
     "alarms.zero_signal.action": Row("stop", reaction, ALARMS),
     "algorithm.kl_ctrl.type": Row("adaptive", coefficient),
+    "async_training.oversubmit": Row(2.0, groups_in_flight, {"async_training.mode": "partial"}),
     "critic.model.lora_alpha": Row(64.0, learning("critic"), {**PPO, "critic.model.lora_rank": 2}),
     "critic.model.tiled_mlp.num_shards": Row(2, learning("critic"), {**PPO, "critic.model.tiled_mlp.enabled": True}),
     "critic.optim.lr_warmup_steps": Row(9, learning("critic"), {**PPO, "critic.optim.lr_warmup_steps": 0}),
@@ -373,7 +381,6 @@ ROWS: Mapping[str, Row] = {
     "data.gen_batch_size": Row(4, round_of_prompts, {"algorithm.filter_groups.enable": True}),
     "data.ptx_max_length": Row(9, texts, PTX),
     "data.ptx_prompt_key": Row("response", texts, PTX),
-    "data.val_batch_size": Row(3, validation_asks),
     "reward.reward_model.urls": Row(["{second}"], servers_score, SERVED),
     "reward.scorer": Row("gsm8k", score, RULE),
     "timeouts.load": Row(7.0, seconds_to_load),

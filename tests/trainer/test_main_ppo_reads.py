@@ -73,10 +73,11 @@ GRPO = (
 MEGATRON = (
     "algorithm=ppo", f"{ACTOR}.strategy=megatron", f"{ACTOR}.megatron.param_offload=true", "reward.reward_model.enable=true",
     f"{ACTOR}.use_kl_loss=true", f"{ACTOR}.calculate_entropy=true", "algorithm.rollout_correction.bypass_mode=true",
+    "async_training.mode=partial",
     "trainer.total_training_steps=1", "trainer.save_freq=5", "alarms.entropy.bound=99", "alarms.entropy.patience=1",
     "alarms.entropy.action=rollback", "alarms.max_rollbacks=0", f"{ROLLOUT}.n=2",
 )  # fmt: skip
-"""Every role on Megatron; ends when an alarm requests a rollback although none is allowed."""
+"""Every role on Megatron, with partial rollouts; ends when an alarm requests a rollback although none is allowed."""
 FOLLOWED = {
     f"{ACTOR}.clip_ratio": (0.3, {f"{ACTOR}.clip_ratio_low", f"{ACTOR}.clip_ratio_high"}),
     "algorithm.rollout_correction.mismatch_bound": (0.3, {"alarms.mismatch.bound"}),
