@@ -133,7 +133,7 @@ class Loop:
         trainer.metrics |= {"training/global_step": step, "training/epoch": self.prompts.epoch} | self.rollbacks.metrics()
         # Sampling advances the prompt stream, the running moments of reward models and the groups in flight. An abandoned step
         # restores all of them, so that the checkpoint written on exit belongs to the last complete step.
-        parts = {name: part for name, part in trainer.stateful.items() if name in ("data", "reward_models")}
+        parts = {name: part for name, part in trainer.stateful.items() if name in ("data", "reward_models", "filter_groups")}
         before = {name: part.state() for name, part in parts.items()}
         arrays = {name: has_arrays.arrays() for name, has_arrays in trainer.arrays.items()}
         overlap = self.score_overlapped if self.scoring_overlaps else None

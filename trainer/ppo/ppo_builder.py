@@ -255,6 +255,7 @@ class Assembly:
                 "reward": sampler.shaping.running,
                 **({} if sampler.models is None else {"reward_models": sampler.models}),
                 "rollbacks": sampler.rollbacks,
+                **({"filter_groups": policy} if isinstance(policy, FilteredRounds) else {}),
             },
             arrays={"groups": policy.buffer} if isinstance(policy, PartialRollouts) else {},
         )

@@ -86,6 +86,11 @@ class Tally:
         self.total += sum(values)
         self.n_values += len(values)
 
+    def expects_another(self, open_rounds: int, expected: float) -> bool:
+        """Whether another round is allowed and likely needed. expected: groups that ``open_rounds`` are expected to keep."""
+        allowed = self.config.max_num_gen_batches <= 0 or self.rounds + open_rounds < self.config.max_num_gen_batches
+        return allowed and self.verdicts["kept"] + expected < self.wanted
+
     def check_another(self, step: int) -> None:
         """Check that another round is allowed.
 

@@ -9,6 +9,7 @@ import torch
 from configs.schema.ppo import FilterGroupsConfig
 from trainer.data.dataset import PromptStream
 from trainer.rollout.group_filtering import Tally, group_verdicts, metric_values
+from trainer.rollout.rounds import Rounds
 from trainer.rollout.sampler import Overlap, Sampler, check_some_scored
 from trainer.run.timing import Phases
 from workers.batch import Batch
@@ -21,11 +22,15 @@ class OneRound:
 
     def batch(self, sampler: Sampler, step: int, prompts: PromptStream, phases: Phases, overlap: Overlap | None) -> Batch:
         """Batch of one round of prompts, without rows whose reward failed."""
-        return sampler.scored_only(sampler.sample_to_train(prompts.draw(), "train", step, phases, overlap))
+        return sampler.scored_only(sampler.sample_to_train(prompts.draw(), step, phases, overlap))
 
 
 class FilteredRounds:
-    """Dynamic sampling: groups whose responses all have the same score are dropped (group_filtering.py)."""
+    """Dynamic sampling: groups whose responses all have the same score are dropped (group_filtering.py).
+
+    kept_share: kept groups over all of the last round. A round begins early if, with this share, those before it do not fill the
+    batch.
+    """
 
     selects_groups = True
 
@@ -33,6 +38,13 @@ class FilteredRounds:
         """groups: prompts in a step's batch."""
         self.config = config
         self.groups = groups
+        self.kept_share = 1.0
+
+    def state(self) -> dict[str, float]:
+        return {"kept_share": self.kept_share}
+
+    def load(self, state: dict[str, float]) -> None:
+        self.kept_share = state.get("kept_share", 1.0)
 
     def batch(self, sampler: Sampler, step: int, prompts: PromptStream, phases: Phases, overlap: Overlap | None) -> Batch:
         """Generate rounds until ``groups`` groups are kept; the first ``groups`` form the batch, surplus groups are discarded.
@@ -41,35 +53,36 @@ class FilteredRounds:
         next pass over the data reaches it.
         """
         tally = Tally(self.config, self.groups, prompts.rounds_per_epoch)
+        rounds = Rounds(sampler, step, prompts, phases)
         parts: list[Batch] = []
         taken: list[int] = []
         kept_uids: set[int] = set()
         failed = generated = 0
-        first_epoch = prompts.epoch
         while not tally.is_full:
             tally.check_another(step)
-            # Prompts come again when a step needs more than one pass over the data. The number of passes enters the seeds below:
-            # the same step, prompt and sample would otherwise give the same responses.
-            again = prompts.epoch - first_epoch
-            asked = [prompt for prompt in prompts.draw() if prompt.uid not in kept_uids]
+            asked = (one := rounds.next(kept_uids)).prompts
             if not asked:
                 # Counts as a round without a kept group, so that check_another ends the loop after a full pass.
                 tally.add((), ())
                 continue
-            answered = sampler.sample_to_train(asked, "train" if not again else f"train_again_{again}", step, phases)
+            answered = rounds.answer(
+                one, lambda open_rounds, groups: tally.expects_another(open_rounds, self.kept_share * groups)
+            )
             scored = sampler.drop_failed(answered)
             values, groups = metric_values(scored, self.config.metric), scored.rows["group"].tolist()
             verdicts = group_verdicts([prompt.ordinal for prompt in asked], groups, values, sampler.n)
             tally.add(verdicts.values(), values)
             check_some_scored(answered, tally.n_values)
             kept = [prompt for prompt in asked if verdicts[prompt.ordinal] == "kept"]
+            self.kept_share = len(kept) / len(asked)
             parts.append(select_groups(scored, [prompt.ordinal for prompt in kept]))
             taken += [prompt.ordinal for prompt in kept]
             kept_uids |= {prompt.uid for prompt in kept}
             failed += len(answered) - len(scored)
             generated += answered.meta["generated_tokens"]
         batch = select_groups(Batch.concat(parts), taken[: self.groups])
-        metrics = {"reward/failed": failed} | sampler.failures.metrics() | tally.metrics()
+        metrics = {"reward/failed": failed, "rollout/wasted_tokens": float(rounds.give_back())}
+        metrics |= sampler.failures.metrics() | tally.metrics()
         return batch.with_meta({"metrics": metrics, "generated_tokens": generated})
 
 

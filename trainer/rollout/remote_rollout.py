@@ -40,7 +40,7 @@ class RemoteRollout:
         # Colocated engines that free their memory lose their weights while a model is active, see ``rest``.
         self._gives_way = spec.rollout.free_cache_engine and self.trainers is None
         self.version, self._slept = 0, False
-        self._slots, self._balance = spec.rollout.max_num_seqs, spec.rollout.balance
+        self._slots, self.balance = spec.rollout.max_num_seqs, spec.rollout.balance
         self._progress = None if spec.run_dir is None else Progress(progress_file(spec.run_dir, 0))
         from workers.roles.worker import Worker
 
@@ -110,12 +110,12 @@ class RemoteRollout:
         if self._slept:
             self.sync_weights(self.version)
         scheduler = RolloutScheduler(
-            n_replicas=len(self.mesh.output_ranks), slots=self._slots, max_tokens=sampling.max_tokens, balance=self._balance
+            n_replicas=len(self.mesh.output_ranks), slots=self._slots, max_tokens=sampling.max_tokens, balance=self.balance
         )
         if self._progress is not None:
             self._progress.begin(expected)
         # SGLang generates between the calls too: its replicas keep no common time.
-        in_step = (in_step or self._balance == "tokens") and self.engine != "sglang"
+        in_step = (in_step or self.balance == "tokens") and self.engine != "sglang"
         return RolloutFlow(self, scheduler, sampling, requests, self._progress, in_step=in_step)
 
     def start_call(self, call: Call[Batch], replica: int, work: str) -> StartedCall[Batch]:
@@ -174,6 +174,11 @@ class RolloutFlow:
     def admit(self, ids: Sequence[int], prompt_tokens: int) -> None:
         """Queue requests with the same prompt; one replica gets them."""
         self._scheduler.admit(ids, prompt_tokens)
+
+    @property
+    def waiting(self) -> bool:
+        """Whether requests wait for a replica that has room for them."""
+        return self._scheduler.waiting
 
     def start(self) -> bool:
         """Give the replicas their next calls; returns whether any call is in progress."""

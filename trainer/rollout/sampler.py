@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
 
@@ -32,6 +32,16 @@ ScoredResponses = tuple[list[Score], Tensor | None]
 """Result of RewardModels.add: scores, and rewards of single tokens (T,) or None."""
 Overlap = Callable[[Batch, Callable[[], ScoredResponses]], tuple[ScoredResponses, Batch]]
 """Scores responses while other models compute columns of the same rows: (batch, scoring function) -> (scores, columns)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Requested:
+    """Requests of B rows. prompts, samples: of each row. questions: for the engines. each: adjacent rows with the same prompt."""
+
+    prompts: Sequence[Prompt]
+    samples: Sequence[int]
+    questions: Batch
+    each: int
 
 
 class BatchPolicy(Protocol):
@@ -92,7 +102,7 @@ class Sampler:
     def next_batch(self, step: int, prompts: PromptStream, phases: Phases, overlap: Overlap | None = None) -> Batch:
         """Generate the step's training batch: scored responses, ``n`` per prompt, in the order of the prompts.
 
-        Rows whose reward failed are dropped. Columns in addition to those of ``generate_and_score``:
+        Rows whose reward failed are dropped. Columns in addition to those of ``finish_scoring``:
 
         tokens: token_level_scores (T,), the shaped reward at the last token, except for rewards that models give to other tokens.
         rows: reward (shaped), baseline (with_baselines).
@@ -129,19 +139,39 @@ class Sampler:
         self.left_out.append(batch.select(failed.nonzero().flatten()))
         return batch.select((~failed).nonzero().flatten())
 
-    def sample_to_train(
-        self, prompts: Sequence[Prompt], purpose: str, step: int, phases: Phases, overlap: Overlap | None = None
-    ) -> Batch:
+    @property
+    def may_begin_early(self) -> bool:
+        """Whether responses may be generated before it is known that the step needs them, while others are scored."""
+        colocated = self.models is not None and self.models.group is self.rollout.group
+        return self.rollout.balance == "tokens" and not colocated  # a colocated reward model has the GPUs while it scores
+
+    def sample_to_train(self, prompts: Sequence[Prompt], step: int, phases: Phases, overlap: Overlap | None = None) -> Batch:
         """Training responses with rows reward (score plus penalties) and, with_baselines, baseline (of the greedy response).
 
         meta["generated_tokens"]: number of response tokens, including greedy responses.
         """
-        purpose = self.rollbacks.purpose(purpose)
-        batch = self.generate_and_score(
-            prompts, self.n, self.sampling, phases, purpose=purpose, step=step, trains=True, overlap=overlap
+        requested = self.request_to_train(prompts, "train", step)
+        with phases("gen"):
+            parts = [
+                self.submit_rows(part, requested)
+                for part in self.rollout.stream(requested.questions, self.sampling, requested.each)
+            ]
+        return self.finish_training_batch(parts, requested, step, phases, overlap)
+
+    def request_to_train(self, prompts: Sequence[Prompt], purpose: str, step: int) -> Requested:
+        """Requests of training responses; with_baselines, each group has a greedy response as sample n."""
+        return self._request(prompts, self.n, self.n + self.with_baselines, self.rollbacks.purpose(purpose), step)
+
+    def finish_training_batch(
+        self, parts: Sequence[Batch], requested: Requested, step: int, phases: Phases, overlap: Overlap | None = None
+    ) -> Batch:
+        """Wait for the scores of ``parts``, what ``submit_rows`` returned; returns what ``sample_to_train`` does."""
+        batch = Batch.concat(parts).with_meta({"temperature": self.sampling.temperature})
+        batch = self.finish_scoring(
+            batch, requested.prompts, requested.samples, phases, n=self.n, step=step, trains=True, overlap=overlap
         )
         # Counted before baselines are split off, which took time to generate too.
-        generated = int((batch.lengths - batch.rows["prompt_length"]).sum())
+        generated = int(batch.tokens["response_mask"].count_nonzero())
         return self.with_penalties(batch).with_meta({"generated_tokens": generated})
 
     def with_penalties(self, batch: Batch) -> Batch:
@@ -159,43 +189,30 @@ class Sampler:
         return split_baselines(batch, self.n) if self.with_baselines else batch
 
     def generate_and_score(
-        self,
-        prompts: Sequence[Prompt],
-        n: int,
-        sampling: Sampling,
-        phases: Phases,
-        *,
-        purpose: str,
-        step: int,
-        trains: bool = False,
-        overlap: Overlap | None = None,
+        self, prompts: Sequence[Prompt], n: int, sampling: Sampling, phases: Phases, *, purpose: str, step: int
     ) -> Batch:
-        """Generate and score ``n`` responses per prompt. B = n * len(prompts) rows, responses to a prompt adjacent.
+        """Generate and score ``n`` responses per prompt that are not trained on. B = n * len(prompts) rows, responses to a prompt
+        adjacent.
 
-        trains: scores update the running moments of reward models; with_baselines, each group has a greedy response as sample n.
         purpose: part of the seed, separates responses with the same step, prompt and sample.
-        overlap: see ``next_batch``; its columns are added.
-
-        Returns a batch with these columns:
-        tokens: input_ids, response_mask, rollout_log_probs, weight_version; model_rewards if a model scores single tokens.
-        rows: uid, group, sample, prompt_length, score, finished, reward_failed. group: the prompt's ordinal; for prompts that are
-            not from a PromptStream, the index in ``prompts``.
-        objects: prompt, response, ground_truth, data_source, reward_extra, reward_error.
+        Returns what ``finish_scoring`` does.
         """
-        each = n + (trains and self.with_baselines)
+        requested = self._request(prompts, n, n, purpose, step)
+        with phases("gen"):
+            stream = self.rollout.stream(requested.questions, sampling, requested.each)
+            parts = [self.submit_rows(part, requested) for part in stream]
+        batch = Batch.concat(parts).with_meta({"temperature": sampling.temperature})
+        return self.finish_scoring(
+            batch, requested.prompts, requested.samples, phases, n=n, step=step, trains=False, overlap=None
+        )
+
+    def _request(self, prompts: Sequence[Prompt], n: int, each: int, purpose: str, step: int) -> Requested:
+        """Requests of ``each`` responses per prompt; those from sample ``n`` on are greedy."""
         asked = [prompt for prompt in prompts for _ in range(each)]
         samples = list(range(each)) * len(prompts)
         # One seed per response, from values that do not depend on batching, engines or ranks.
         seeds = [seed_of(self.seed, purpose, step, prompt.uid, sample) for prompt, sample in zip(asked, samples, strict=True)]
-        with phases("gen"):
-            # Sample n exists with with_baselines only: the greedy response after n sampled ones.
-            questions = prompt_batch(asked, seeds, greedy=torch.tensor(samples) == n)
-            parts = []
-            for part in self.rollout.stream(questions, sampling, each):
-                ids = part.rows["id"].tolist()
-                parts.append(self.submit(part, questions.select(ids), [asked[id] for id in ids]))
-        batch = Batch.concat(parts).with_meta({"temperature": sampling.temperature})
-        return self.finish_scoring(batch, asked, samples, phases, n=n, step=step, trains=trains, overlap=overlap)
+        return Requested(asked, samples, prompt_batch(asked, seeds, greedy=torch.tensor(samples) == n), each)
 
     def finish_scoring(
         self,
@@ -209,9 +226,17 @@ class Sampler:
         trains: bool,
         overlap: Overlap | None,
     ) -> Batch:
-        """Wait for the scores of submitted responses, add those of reward models; returns what ``generate_and_score`` does.
+        """Wait for the scores of submitted responses, and add those of reward models.
 
-        batch: what ``submit`` returned, in any order; rows["id"] are places in ``asked`` and ``samples`` (B).
+        batch: what ``submit`` returned, in any order; rows["id"] are places in ``asked`` and ``samples`` (B). n: samples before
+        the greedy one. trains: scores update the running moments of reward models. overlap: see ``next_batch``; its columns are
+        added.
+
+        Returns a batch with these columns:
+        tokens: input_ids, response_mask, rollout_log_probs, weight_version; model_rewards if a model scores single tokens.
+        rows: uid, group, sample, prompt_length, score, finished, reward_failed. group: the prompt's ordinal; for prompts that are
+            not from a PromptStream, the index in ``prompts``.
+        objects: prompt, response, ground_truth, data_source, reward_extra, reward_error.
         """
         with phases("reward"), self.watchdog.own("reward", "scoring", f"{len(asked)} answers"):
             scores = self.rewards.finish()
@@ -244,6 +269,11 @@ class Sampler:
         }
         batch.objects = describe(asked, texts, scores)
         return batch
+
+    def submit_rows(self, answers: Batch, requested: Requested) -> Batch:
+        """Submit responses to rows of ``requested``, rows["id"]; see ``submit``."""
+        ids = answers.rows["id"].tolist()
+        return self.submit(answers, requested.questions.select(ids), [requested.prompts[id] for id in ids])
 
     def submit(self, answers: Batch, questions: Batch, asked: Sequence[Prompt]) -> Batch:
         """Submit responses for scoring, while others are generated; returns them with their prompts and objects["response"].

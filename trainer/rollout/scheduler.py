@@ -60,6 +60,10 @@ class RolloutScheduler:
         """Number of rows that wait or run."""
         return sum(len(group.rows) for group in self._waiting) + sum(map(len, self._running))
 
+    @property
+    def waiting(self) -> bool:
+        return bool(self._waiting)
+
     def held(self, replica: int) -> int:
         """Number of rows that a replica has."""
         return len(self._running[replica])

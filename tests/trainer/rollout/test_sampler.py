@@ -1,9 +1,10 @@
 """A step's batch from a simulated engine and simulated rewards: sampled prompts, kept groups, rewards."""
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -45,6 +46,7 @@ class Engine:
     length: int = 2
     cut: tuple[int, ...] = ()
     part: int = 1000
+    balance: str = "static"
     asked: list[Batch] = field(default_factory=list)
 
     def stream(self, questions: Batch, sampling: Sampling, group_size: int) -> Iterator[Batch]:
@@ -67,10 +69,38 @@ class Engine:
         )
         yield from (whole.select(range(max(0, end - self.part), end)) for end in range(n, 0, -self.part))
 
+    def flow(self, sampling: Sampling, requests: Callable[[Sequence[int]], Batch], *, expected: int) -> "Flow":
+        return Flow(self, sampling, requests)
+
     @property
     def uids(self) -> list[list[int]]:
         """The sampled prompts, call by call: the only token of a prompt is its uid."""
         return [list(dict.fromkeys(call.tokens["input_ids"].tolist())) for call in self.asked]
+
+
+class Flow:
+    """Generates the requests of each start one after the other; each wait returns one part."""
+
+    waiting = False
+
+    def __init__(self, engine: Engine, sampling: Sampling, requests: Callable[[Sequence[int]], Batch]) -> None:
+        self.engine, self.sampling, self.requests = engine, sampling, requests
+        self.ids: list[int] = []
+        self.parts: list[Batch] = []
+
+    def admit(self, ids: Sequence[int], prompt_tokens: int) -> None:
+        self.ids += ids
+
+    def start(self) -> None:
+        ids, self.ids = torch.tensor(self.ids), []
+        for part in self.engine.stream(self.requests(ids.tolist()), self.sampling, 1) if len(ids) else ():
+            self.parts.append(part.with_rows(id=ids[part.rows["id"]]))
+
+    def wait(self) -> list[Batch]:
+        return [self.parts.pop(0)]
+
+    def suspend(self) -> tuple[list[Batch], list[Batch]]:
+        return self.parts, []
 
 
 class Decoder:
@@ -218,6 +248,7 @@ def test_batch_is_the_first_kept_groups_of_all_rounds_in_prompt_order() -> None:
     assert batch.rows["sample"].tolist() == [0, 1, 2, 3] * 4
     assert case.engine.uids == [[0, 1], [2, 3], [4, 5], [6, 7]]
     assert counts(batch) == {
+        "rollout/wasted_tokens": 0.0,
         "reward/failed": 0, "reward/failed_share": 0.0, "reward/timed_out_share": 0.0, "rounds": 4.0, "groups": 8.0,
         "surplus": 1.0, "dropped_low": 2.0, "dropped_high": 1.0,
         "dropped_failed": 0.0, "metric_mean": pytest.approx((0 + 0.5 + 1 + 0.5 + 0.5 + 0 + 0.5 + 0.5) / 8),
@@ -266,8 +297,11 @@ def test_each_rollback_gives_new_seeds() -> None:
     assert len({seed for seeds in drawn for seed in seeds}) == 3 * 4 * N
 
 
-def test_next_pass_resamples_dropped_prompts_with_new_seeds_and_skips_kept_ones() -> None:
+@pytest.mark.parametrize("balance", ["static", "tokens"])
+def test_next_pass_resamples_dropped_prompts_with_new_seeds_and_skips_kept_ones(balance: str) -> None:
     case = make(["mixed", "low>mixed", "mixed", "low"], groups=3, per_round=4)
+    case.engine.balance = balance
+    cast(Any, case.sampler.policy).kept_share = 0.1  # a round is not expected to suffice
     batch = case.next_batch()
     assert case.engine.uids == [[0, 1, 2, 3], [1, 3]]
     assert batch.rows["uid"].tolist() == [0] * 4 + [2] * 4 + [1] * 4, "in the order in which they were sampled"
@@ -299,6 +333,19 @@ def test_groups_with_the_same_prompt_are_shaped_and_filtered_separately() -> Non
     assert kept.rows["group"].tolist() == [0] * 4 and counts(kept)["dropped_low"] == 1
 
 
+def test_responses_begin_early_unless_a_reward_model_needs_the_engines_gpus() -> None:
+    case = make(["mixed"], groups=1, per_round=1)
+    engine, sampler = cast(Any, case.engine), case.sampler
+    engine.group = object()
+    assert not sampler.may_begin_early, "static"
+    engine.balance = "tokens"
+    assert sampler.may_begin_early
+    sampler.models = cast(Any, SimpleNamespace(group=engine.group))
+    assert not sampler.may_begin_early
+    sampler.models = cast(Any, SimpleNamespace(group=object()))
+    assert sampler.may_begin_early
+
+
 def test_validation_prompts_have_their_index_as_group() -> None:
     sampler = make(["mixed"] * 4, groups=4, per_round=4).sampler
     prompts = [Prompt(uid, (uid,), str(uid), "source", "mixed", {"uid": uid}, str(uid)) for uid in (8, 5, 6)]
@@ -306,8 +353,10 @@ def test_validation_prompts_have_their_index_as_group() -> None:
     assert batch.rows["uid"].tolist() == [8, 8, 5, 5, 6, 6] and batch.rows["group"].tolist() == [0, 0, 1, 1, 2, 2]
 
 
-def test_error_at_the_cap_reports_the_counts() -> None:
+@pytest.mark.parametrize("balance", ["static", "tokens"])
+def test_error_at_the_cap_reports_the_counts(balance: str) -> None:
     case = make(["mixed", "low", "high", "lost", "low", "mixed"], groups=3, per_round=2, cap=2)
+    case.engine.balance = balance
     with pytest.raises(ValueError) as caught:
         case.next_batch(5)
     assert str(caught.value) == (
@@ -316,6 +365,7 @@ def test_error_at_the_cap_reports_the_counts() -> None:
         "right, 1 lost their answers to failed rewards; raise it (0: no cap), take prompts that the model solves now and then, "
         "or raise rollout.n"
     )
+    assert case.engine.uids == [[0, 1], [2, 3]]
     assert make(["mixed", "low", "high", "mixed"], groups=2, per_round=2, cap=2).uids() == [0, 3], "full in the last round"
 
 

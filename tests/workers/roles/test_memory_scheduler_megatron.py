@@ -52,8 +52,9 @@ def main(offloads: int, path: str) -> None:
         engine.sync_weights(version)
         rss["sync"] = resident()
         prompts = batch.only(tokens=["input_ids"])
-        prompts.rows |= {"seed": torch.arange(len(batch)), "greedy": torch.zeros(len(batch), dtype=torch.bool)}
-        answers = engine.generate(prompts, Sampling(1.0, -1, 1.0, 4, stop_token_ids=(1,)))
+        ids = torch.arange(len(batch))
+        prompts.rows |= {"id": ids, "seed": ids, "greedy": torch.zeros(len(batch), dtype=torch.bool)}
+        answers = engine.advance(prompts, Sampling(1.0, -1, 1.0, 4, stop_token_ids=(1,)), steps=64)
         rss["generate"] = resident()
         worker.memory_scheduler.enter("rest")
         rss["rest"] = resident()

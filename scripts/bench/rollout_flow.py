@@ -1,8 +1,9 @@
-"""Simulated time of synchronous steps and of partial rollouts.
+"""Simulated time of synchronous steps, of partial rollouts, and of dynamic sampling with rounds that begin early.
 
-    python scripts/bench/partial_rollouts.py                  # JSON on stdout
-    python scripts/bench/partial_rollouts.py --sweep          # also a table over max_age and oversubmit, on stderr too
-    python scripts/bench/partial_rollouts.py --replicas 4 --prompts 256 --train 10
+    python scripts/bench/rollout_flow.py                  # JSON on stdout
+    python scripts/bench/rollout_flow.py --kept_share 0.5 # dynamic sampling that keeps half of the groups
+    python scripts/bench/rollout_flow.py --sweep          # also a table over max_age and oversubmit, on stderr too
+    python scripts/bench/rollout_flow.py --replicas 4 --prompts 256 --train 10
 
 Sampler, policies, buffer, scheduler and flow are the trainer's own; only the engines are simulated. A decode step of an engine
 with n running sequences costs a + b * n seconds of simulated time, at most ``slots`` run and the others wait in order. Prefill
@@ -12,6 +13,9 @@ modes sample the same responses, and an interruption changes none. Replicas wait
 the time of the slowest. The controller, scoring and weight sync cost nothing; ``train`` is added to every step of both modes.
 
 The defaults of a, b and c are assumptions, about those of a 0.5B model on an H200: replace them by measured values.
+
+rounds: dynamic sampling on one replica. ratio: steps per second with rounds that begin early (rollout.balance=tokens) over rounds
+that begin when the one before has been scored (static). wasted_tokens: share of tokens in rounds that a step did not need.
 
 ratio: steps per second of partial rollouts over synchronous ones. running: mean number of running sequences during generation,
 over the target: the slots of all replicas, or all responses of the groups that oversubmit allows if they are fewer. age: of
@@ -23,7 +27,7 @@ import argparse
 import json
 import sys
 import tempfile
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache
@@ -32,12 +36,12 @@ from math import ceil, log, log1p
 from pathlib import Path
 from statistics import mean
 from types import SimpleNamespace
-from typing import Any, TypeVar, cast
+from typing import Any, Literal, TypeVar, cast, get_args
 
 import torch
 
 from configs.compose import compose
-from configs.schema.ppo import PPOConfig, RewardConfig
+from configs.schema.ppo import FilterGroupsConfig, PPOConfig, RewardConfig
 from trainer.cluster.watchdog import StartedCall, Watchdog
 from trainer.data.dataset import Prompt, PromptStream
 from trainer.data.order import DataOrder
@@ -46,9 +50,10 @@ from trainer.rewards.scoring import Failures, Response, Score
 from trainer.rewards.shaping import RunningMoments, Shaping
 from trainer.rollout.buffer import GroupBuffer
 from trainer.rollout.partial import PartialRollouts
-from trainer.rollout.policies import OneRound
+from trainer.rollout.policies import FilteredRounds, OneRound
 from trainer.rollout.remote_rollout import RemoteRollout
-from trainer.rollout.sampler import Sampler
+from trainer.rollout.sampler import BatchPolicy, Sampler
+from trainer.rollout.scheduler import Balance
 from trainer.run.events import Events
 from trainer.run.timing import Phases
 from workers.batch import Batch
@@ -59,6 +64,7 @@ from workers.rollout.base import Sampling
 from workers.seeding import seed_of
 
 R = TypeVar("R")
+Mode = Literal["one round", "rounds", "partial"]
 MAX_AGES, OVERSUBMITS = (1, 2, 3, 4, 6, 8), (1.0, 1.5, 2.0)  # of the sweep
 
 
@@ -80,6 +86,7 @@ class Settings:
     train: float
     steps: int
     warm_up: int
+    kept_share: float = 0.5
 
     def response_length(self, ordinal: int, sample: int) -> int:
         """Length of a response before truncation, geometric with mean max_tokens / 8."""
@@ -194,17 +201,29 @@ class SimulatedEngine:
 
 
 class SimulatedClock(Watchdog):
-    """Sums the simulated time of ticks: each takes the time of its slowest call."""
+    """Simulated time. Replicas that wait for each other after every tick take the time of the slowest; others keep their own."""
 
     seconds = sequence_seconds = 0.0
 
+    def __init__(self, limits: dict[str, float], folder: Path) -> None:
+        super().__init__(limits, folder)
+        self._since = Counter[int]()
+        """Seconds of each replica since all of them waited for each other."""
+
     def results(self, calls: Collection[StartedCall[R]], *, every: bool) -> dict[StartedCall[R], R]:
-        assert every, "replicas wait for each other"
         found = super().results(calls, every=every)
-        ticks = [cast(Batch, one).meta for one in found.values()]
-        self.seconds += max(tick["seconds"] for tick in ticks)
-        self.sequence_seconds += sum(tick["sequence_seconds"] for tick in ticks)
+        for call, batch in found.items():
+            tick = cast(Batch, batch).meta
+            self._since[call.replica] += tick["seconds"]
+            self.sequence_seconds += tick["sequence_seconds"]
+        if every:
+            self.meet()
         return found
+
+    def meet(self) -> None:
+        """All replicas wait for the slowest."""
+        self.seconds += max(self._since.values(), default=0.0)
+        self._since.clear()
 
 
 class NumberedPrompts:
@@ -214,7 +233,7 @@ class NumberedPrompts:
         self._tokens = tokens
 
     def __getitem__(self, row: int) -> Prompt:
-        return Prompt(row, (row,) * self._tokens, "", "bench", "", {}, "")
+        return Prompt(row, (row,) * self._tokens, "", "bench", str(row), {}, "")
 
 
 class NoText:
@@ -224,18 +243,22 @@ class NoText:
         return [""] * len(written)
 
 
-class NoRewards:
-    """Rewards of 0, without delay."""
+class SimulatedRewards:
+    """Rewards without delay. In ``kept_share`` of the groups they alternate between 0 and 1, in the others they are all 0."""
 
-    def __init__(self) -> None:
-        self._submitted = 0
+    def __init__(self, kept_share: float) -> None:
+        self._kept_share = kept_share
+        self._submitted: dict[int, Score] = {}
 
     def submit(self, answers: Sequence[Response], places: Sequence[int]) -> None:
-        self._submitted += len(answers)
+        for answer, place in zip(answers, places, strict=True):
+            kept = seed_of("kept", answer.ground_truth) < self._kept_share * 2**63
+            self._submitted[place] = Score(float(kept and place % 2), {}, None)
 
     def finish(self) -> list[Score]:
-        count, self._submitted = self._submitted, 0
-        return [Score(0.0, {}, None)] * count
+        scores = [self._submitted[place] for place in sorted(self._submitted)]
+        self._submitted = {}
+        return scores
 
 
 @cache
@@ -245,31 +268,35 @@ def reward_config() -> RewardConfig:
 
 
 class Simulation:
-    """A run, step by step. buffer: groups in flight, of partial rollouts."""
+    """A run, step by step. buffer: groups in flight, of partial rollouts. mode: how batches are sampled."""
 
-    def __init__(self, settings: Settings, backend: Backend, folder: Path, *, partial: bool) -> None:
+    def __init__(self, settings: Settings, backend: Backend, folder: Path, mode: Mode, *, balance: Balance = "tokens") -> None:
         limits = dict.fromkeys(("start", "generate", "reward", "sync"), 300.0)
         self.clock = SimulatedClock(limits, folder)
         pool = ResourcePool((settings.replicas,), "cpu", "engines")
         group = backend.start_group("engines", pool, SimulatedEngine, settings)
-        engine = SimpleNamespace(name="simulated", free_cache_engine=False, max_num_seqs=settings.slots, balance="tokens")
+        engine = SimpleNamespace(name="simulated", free_cache_engine=False, max_num_seqs=settings.slots, balance=balance)
         self.rollout = RemoteRollout(group, cast(Any, SimpleNamespace(rollout=engine, run_dir=None)), "actor", self.clock)
         order = DataOrder(2**40 * settings.prompts, settings.prompts, seed=0, shuffle=False)
         self.stream = PromptStream(cast(Any, NumberedPrompts(settings.prompt_tokens)), order)
         self.buffer = GroupBuffer(settings.n, self.stream.prompt)
-        policy = PartialRollouts(
-            self.buffer, groups=settings.prompts, oversubmit=settings.oversubmit, max_age=settings.max_age
-        )  # fmt: skip
+        policies: dict[Mode, BatchPolicy] = {
+            "one round": OneRound(),
+            "rounds": FilteredRounds(FilterGroupsConfig(enable=True, metric=None, max_num_gen_batches=0), settings.prompts),
+            "partial": PartialRollouts(
+                self.buffer, groups=settings.prompts, oversubmit=settings.oversubmit, max_age=settings.max_age
+            ),
+        }
         reward = reward_config()
         self.sampler = Sampler(
             self.rollout,
-            cast(Any, NoRewards()),
+            cast(Any, SimulatedRewards(settings.kept_share)),
             cast(Any, NoText()),
             self.clock,
             n=settings.n,
             sampling=Sampling(1.0, -1, 1.0, max_tokens=settings.max_tokens, stop_token_ids=()),
             seed=0,
-            policy=policy if partial else OneRound(),
+            policy=policies[mode],
             with_baselines=False,
             reward=reward,
             shaping=Shaping(reward.shaping, RunningMoments()),
@@ -283,7 +310,9 @@ class Simulation:
         """Batch of the next step, sampled with new weights."""
         self.rollout.sync_weights(self.n_steps)
         self.n_steps += 1
-        return self.sampler.next_batch(self.n_steps, self.stream, Phases())
+        batch = self.sampler.next_batch(self.n_steps, self.stream, Phases())
+        self.clock.meet()
+        return batch
 
     def oldest_unfinished(self) -> int:
         """Age of the oldest unfinished group, in steps; 0: there is none."""
@@ -291,10 +320,10 @@ class Simulation:
         return max((self.n_steps - arrays["step"])[arrays["tick"] < 0].tolist(), default=0)
 
 
-def synchronous(settings: Settings, folder: Path) -> dict[str, float]:
+def synchronous(settings: Settings, folder: Path, balance: Balance = "tokens") -> dict[str, float]:
     """Figures of synchronous steps; they are independent of each other, so there is no warm-up."""
     with LocalBackend() as backend:
-        run = Simulation(settings, backend, folder, partial=False)
+        run = Simulation(settings, backend, folder, "one round", balance=balance)
         for _ in range(settings.steps):
             run.step()
     running = run.clock.sequence_seconds / run.clock.seconds
@@ -304,11 +333,30 @@ def synchronous(settings: Settings, folder: Path) -> dict[str, float]:
     }
 
 
+def rounds(settings: Settings, folder: Path) -> dict[str, float]:
+    """Ratio and waste of rounds that begin early, with one replica. A round has as many prompts as a batch."""
+    settings = replace(settings, replicas=1)
+    seconds, tokens, wasted = dict[str, float](), 0.0, 0.0
+    for balance in get_args(Balance):
+        with LocalBackend() as backend:
+            run = Simulation(settings, backend, folder, "rounds", balance=balance)
+            batches = [run.step() for _ in range(settings.steps)]
+        seconds[balance] = run.clock.seconds / settings.steps + settings.train
+        if balance == "tokens":
+            tokens = sum(batch.meta["generated_tokens"] for batch in batches)
+            wasted = sum(batch.meta["metrics"]["rollout/wasted_tokens"] for batch in batches)
+    return {
+        "ratio": seconds["static"] / seconds["tokens"],
+        "seconds_per_step": seconds["tokens"],
+        "wasted_tokens": wasted / (wasted + tokens),
+    }
+
+
 def partial_rollouts(settings: Settings, folder: Path) -> dict[str, float]:
     """Figures of the steps after the warm-up."""
     metrics, oldest = [], []
     with LocalBackend() as backend:
-        run = Simulation(settings, backend, folder, partial=True)
+        run = Simulation(settings, backend, folder, "partial")
         for _ in range(settings.warm_up):
             run.step()
         run.clock.seconds = run.clock.sequence_seconds = 0.0
@@ -363,6 +411,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("--train", type=float, default=0.0, help="seconds of a step besides generation (default: %(default)s)")
     add("--steps", type=int, default=20, help="(default: %(default)s)")
     add("--warm_up", type=int, default=8, help="steps of partial rollouts before those (default: %(default)s)")
+    add("--kept_share", type=float, default=0.5, help="of the groups, by dynamic sampling (default: %(default)s)")
     add("--sweep", action="store_true", help=f"oversubmit {OVERSUBMITS} with max_age {MAX_AGES}")
     args = vars(parser.parse_args(argv))
     sweep = args.pop("sweep")
@@ -374,6 +423,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         partial = compared(settings, base, folder)
         print(line(settings, partial), file=sys.stderr)
         report: dict[str, Any] = {"settings": asdict(settings), "synchronous": base, "partial": partial}
+        report["rounds"] = rounds(settings, folder)
+        print(
+            "rounds that begin early: ratio {ratio:.2f}, wasted {wasted_tokens:.3f}".format(**report["rounds"]), file=sys.stderr
+        )
         if sweep:
             report["sweep"] = []
             for oversubmit in OVERSUBMITS:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import trainer.rollout.remote_rollout as remote_rollout
-from scripts.bench.partial_rollouts import Settings, SimulatedEngine, Simulation, main
+from scripts.bench.rollout_flow import Settings, SimulatedEngine, Simulation, main
 from workers.batch import Batch
 from workers.controller.group import WorkerInfo
 from workers.controller.local_backend import LocalBackend
@@ -46,7 +46,7 @@ def test_ordinals_are_taken_once_and_unfinished_groups_have_less_than_the_maximu
     taken: list[int] = []
     oldest: set[int] = set()
     with LocalBackend() as backend:
-        run = Simulation(settings, backend, tmp_path, partial=True)
+        run = Simulation(settings, backend, tmp_path, "partial")
         for _ in range(6):
             batch = run.step()
             uids, samples = batch.rows["uid"].tolist(), batch.rows["sample"].tolist()
@@ -61,7 +61,7 @@ def test_ordinals_are_taken_once_and_unfinished_groups_have_less_than_the_maximu
 
 def test_modes_sample_the_same_responses(tmp_path: Path) -> None:
     with LocalBackend() as backend:
-        batch = Simulation(SMALL, backend, tmp_path, partial=False).step()
+        batch = Simulation(SMALL, backend, tmp_path, "one round").step()
     ordinals, samples = batch.rows["uid"].tolist(), batch.rows["sample"].tolist()
     assert (ordinals, samples) == ([i for i in range(8) for _ in range(8)], list(range(8)) * 8)
     expected = [min(SMALL.response_length(*of), SMALL.max_tokens) for of in zip(ordinals, samples, strict=True)]

@@ -1,0 +1,125 @@
+"""Rounds of prompts for dynamic sampling, in one flow of requests: engines without work begin the next round early."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from trainer.data.dataset import Prompt, PromptStream
+from trainer.rollout.remote_rollout import RolloutFlow
+from trainer.rollout.sampler import Requested, Sampler
+from trainer.run.timing import Phases
+from workers.batch import Batch
+
+
+@dataclass(slots=True)
+class Round:
+    """Prompts that are generated together, ``requested``. position: state of the stream before they were drawn.
+
+    first: id of its first request in the flow. ended: responses that are not submitted for scoring yet; their ids are the rows of
+    ``requested``. unfinished: number of the others.
+    """
+
+    prompts: Sequence[Prompt]
+    position: dict[str, int]
+    requested: Requested
+    first: int = 0
+    ended: list[Batch] = field(default_factory=list)
+    unfinished: int = 0
+
+
+class Rounds:
+    """The rounds of a step, answered in the order in which they are drawn.
+
+    While the last responses of a round are generated, most slots of the engines are free. A later round may begin there; it has
+    the prompts and seeds that it would have otherwise, and is scored when its turn comes. If the step ends before, its prompts
+    return to the stream.
+    """
+
+    def __init__(self, sampler: Sampler, step: int, stream: PromptStream, phases: Phases) -> None:
+        self._sampler = sampler
+        self._step = step
+        self._stream = stream
+        self._phases = phases
+        self._first_epoch = stream.epoch
+        self._early: deque[Round] = deque()
+        self._flow: RolloutFlow | None = None
+        self._requests = Batch(torch.zeros(0, dtype=torch.int64))
+
+    def next(self, skip: Collection[int]) -> Round:
+        """The next round: one that has begun, or a new one without the prompts whose uid is in ``skip``."""
+        return self._early.popleft() if self._early else self._draw(skip)
+
+    def answer(self, current: Round, expects: Callable[[int, int], bool]) -> Batch:
+        """Scored responses of a round, as Sampler.sample_to_train.
+
+        expects: whether the step will need another round, besides the given numbers of rounds and groups without a verdict.
+        """
+        sampler, parts = self._sampler, list[Batch]()
+        with self._phases("gen"):
+            if not current.unfinished and not current.ended:
+                self._requests = Batch(torch.zeros(0, dtype=torch.int64))
+                expected = len(current.requested.questions)
+                self._flow = sampler.rollout.flow(sampler.sampling, self._rows, expected=expected)
+                self._begin(current, self._flow)
+                self._flow.start()
+            assert self._flow is not None
+            while current.unfinished:
+                for part in self._flow.wait():
+                    self._record(part, (current, *self._early))
+                open_groups = len(current.prompts) + sum(len(early.prompts) for early in self._early)
+                # One round per tick; not beyond the epoch, where prompts that were kept until then must not be drawn again.
+                if (
+                    sampler.may_begin_early
+                    and not self._flow.waiting
+                    and self._stream.epoch == self._first_epoch
+                    and expects(1 + len(self._early), open_groups)
+                ):
+                    self._early.append(self._draw(()))
+                    self._begin(self._early[-1], self._flow)
+                self._flow.start()  # the engines work while responses are decoded and scored
+                parts += [sampler.submit_rows(part, current.requested) for part in current.ended]
+                current.ended = []
+            parts += [sampler.submit_rows(part, current.requested) for part in current.ended]
+        return sampler.finish_training_batch(parts, current.requested, self._step, self._phases)
+
+    def give_back(self) -> int:
+        """Stop the rounds that were begun for nothing and return their prompts to the stream; returns their tokens so far."""
+        if not self._early or self._flow is None:
+            return 0
+        with self._phases("gen"):
+            ended, interrupted = self._flow.suspend()
+        self._stream.load(self._early[0].position)
+        unused = [*ended, *interrupted, *(part for early in self._early for part in early.ended)]
+        return sum(part.total_tokens for part in unused)
+
+    def _draw(self, skip: Collection[int]) -> Round:
+        # Prompts come again when a step needs more than one pass over the data. The number of passes enters the seeds: the same
+        # step, prompt and sample would otherwise give the same responses.
+        again, position = self._stream.epoch - self._first_epoch, self._stream.state()
+        prompts = [prompt for prompt in self._stream.draw() if prompt.uid not in skip]
+        purpose = "train" if not again else f"train_again_{again}"
+        return Round(prompts, position, self._sampler.request_to_train(prompts, purpose, self._step))
+
+    def _begin(self, one: Round, flow: RolloutFlow) -> None:
+        questions, each = one.requested.questions, one.requested.each
+        one.first, one.unfinished = len(self._requests), len(questions)
+        with_ids = questions.with_rows(id=torch.arange(one.first, one.first + len(questions)))
+        self._requests = Batch.concat([self._requests, with_ids]) if one.first else with_ids
+        for row in range(0, len(questions), each):
+            flow.admit(range(one.first + row, one.first + row + each), int(questions.lengths[row]))
+
+    def _rows(self, ids: Sequence[int]) -> Batch:
+        return self._requests.select(ids)
+
+    def _record(self, part: Batch, rounds: Sequence[Round]) -> None:
+        """Give each round its responses."""
+        for one in rounds:
+            rows = part.rows["id"] - one.first
+            mine = ((rows >= 0) & (rows < len(one.requested.questions))).nonzero().flatten()
+            if len(mine):
+                one.ended.append(part.with_rows(id=rows).select(mine))
+                one.unfinished -= len(mine)
