@@ -33,7 +33,6 @@ METHODS: dict[str, tuple[str, ...]] = {
     "gspo": (f"{LOSS}=gspo", f"{ACTOR}.loss_agg_mode=seq-mean-token-mean", *TWO_UPDATES),
     "cispo": (f"{LOSS}=cispo", *TWO_UPDATES),
     "ppo": ("algorithm=ppo",),
-    "grpo-partial": ("async_training.mode=partial", "algorithm.rollout_correction.rollout_is=token"),
     "grpo-lora": ("actor_rollout_ref.model.lora_rank=16", "actor_rollout_ref.model.lora_alpha=32", f"{ACTOR}.optim.lr=2e-3"),
 }
 ENGINES: dict[str, tuple[str, ...]] = {
