@@ -67,6 +67,10 @@ class Manifest:
     files: dict[str, FileEntry]
 
 
+ADDED_STATE = frozenset({"filter_groups"})
+"""Components that checkpoints of earlier versions lack. An empty state restores their defaults."""
+
+
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
     """A checkpoint directory with its manifest, which has been read."""
@@ -85,8 +89,13 @@ class Checkpoint:
         return self.path / name
 
     def state(self, name: str) -> dict[str, Any]:
-        """State of the controller's component ``name``. Raises ValueError if the checkpoint was saved without it."""
+        """State of the controller's component ``name``; empty for one of ADDED_STATE that the checkpoint was saved without.
+
+        Raises ValueError if it was saved without another one.
+        """
         if name not in self.manifest.state:
+            if name in ADDED_STATE:
+                return {}
             raise ValueError(f"{self.path} was saved without the state of {name}, by another version: see code in its {MANIFEST}")
         return dict(self.manifest.state[name])
 

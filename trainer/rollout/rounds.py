@@ -61,6 +61,8 @@ class Rounds:
         sampler, parts = self._sampler, list[Batch]()
         with self._phases("gen"):
             if not current.unfinished and not current.ended:
+                # No round has begun early, so the engines are empty: a flow of its own, which gives the engines their weights
+                # again if they slept while a reward model scored the round before.
                 self._requests = Batch(torch.zeros(0, dtype=torch.int64))
                 expected = len(current.requested.questions)
                 self._flow = sampler.rollout.flow(sampler.sampling, self._rows, expected=expected)
@@ -92,6 +94,7 @@ class Rounds:
             return 0
         with self._phases("gen"):
             ended, interrupted = self._flow.suspend()
+        # To where the first of them was drawn. The next step draws the same prompts, with the seeds of that step.
         self._stream.load(self._early[0].position)
         unused = [*ended, *interrupted, *(part for early in self._early for part in early.ended)]
         return sum(part.total_tokens for part in unused)

@@ -64,6 +64,7 @@ def test_saved_checkpoint_is_found_and_complete(tmp_path: Path) -> None:
     assert checkpoint.state("kl") == manifest.state["kl"]
     with pytest.raises(ValueError, match="saved without the state of tides, by another version"):
         checkpoint.state("tides")
+    assert checkpoint.state("filter_groups") == {}, "this version added it"
     files = {path.relative_to(checkpoint.path).as_posix() for path in checkpoint.path.rglob("*") if path.is_file()}
     assert files == {*manifest.files, "manifest.json"} and "critic/templates/chat.jinja" in files
     assert (tmp_path / LATEST).read_text() == "10"

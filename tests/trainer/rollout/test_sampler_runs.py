@@ -1,5 +1,6 @@
 """Complete runs on the quick start's task, with batches filled in rounds and shaped rewards."""
 
+import json
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -49,4 +50,6 @@ def test_run_with_filtered_rounds_resumes_bitwise(task: Path, tmp_path: Path) ->
     assert {step["training/filter_groups/rounds"] for step in whole} != {2.0}, "a step must have more rounds"
 
     run_ppo(task, tmp_path / "broken", *dumps("broken"), "trainer.total_training_steps=1")
+    manifest = tmp_path / "broken" / "global_step_1" / "manifest.json"
+    assert 0 < json.loads(manifest.read_text())["state"]["filter_groups"]["kept_share"] < 1
     assert repeatable(run_ppo(task, tmp_path / "broken", *dumps("broken"))) == repeatable(whole)
