@@ -47,9 +47,11 @@ class PartialRollouts:
             expected = self.groups * buffer.n
             flow = sampler.rollout.flow(sampler.sampling, buffer.requests, expected=expected, in_step=True)
             generated, recomputed = 0, self._resubmit(flow)
+            # Groups that have waited since the last step count: else more of them would wait, and become older, with every step.
+            n_unfinished = self.in_flight - (len(buffer) - buffer.n_unfinished)
             while not buffer.may_take(self.groups, step, self.max_age):
                 # The second bound: a step that waits for late groups would else complete more groups than steps can take.
-                while buffer.n_unfinished < self.in_flight and len(buffer) < (self.max_age + 1) * self.groups:
+                while buffer.n_unfinished < n_unfinished and len(buffer) < (self.max_age + 1) * self.groups:
                     self._admit(flow, prompts.draw_one(), sampler, step)
                 flow.start()
                 scored += self._submit(sampler, len(scored))

@@ -114,3 +114,14 @@ def test_time_of_the_engine_equals_a_simulation_step_by_step() -> None:
     first = list(begun)[: SMALL.slots]
     prefill = SMALL.c * (sum(begun[id] for id in first) + 8 * len({id // 8 for id in first}))
     assert again.meta["seconds"] == pytest.approx(prefill + SMALL.a + SMALL.b * len(first))
+
+
+def test_short_responses_wait_for_one_step_at_most(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of a tick's responses end in it. The groups that wait for the next step do not grow in number."""
+    monkeypatch.setattr(remote_rollout, "STEPS", SMALL.max_tokens)
+    settings = replace(SMALL, slots=256)
+    with LocalBackend() as backend:
+        run = Simulation(settings, backend, tmp_path, "partial")
+        metrics = [run.step().meta["metrics"] for _ in range(6)]
+    assert [step["rollout/waiting_groups"] for step in metrics] == [0.5 * settings.prompts] * 6
+    assert [step["rollout/age/max"] for step in metrics] == [0.0, *[1.0] * 5]
