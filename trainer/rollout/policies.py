@@ -65,7 +65,7 @@ class FilteredRounds:
                 # Counts as a round without a kept group, so that check_another ends the loop after a full pass.
                 tally.add((), ())
                 continue
-            answered = rounds.answer(
+            answered = rounds.generate(
                 one, lambda open_rounds, groups: tally.expects_another(open_rounds, self.kept_share * groups)
             )
             scored = sampler.drop_failed(answered)

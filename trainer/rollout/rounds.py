@@ -32,7 +32,7 @@ class Round:
 
 
 class Rounds:
-    """The rounds of a step, answered in the order in which they are drawn.
+    """The rounds of a step, scored in the order in which they are drawn.
 
     While the last responses of a round are generated, most slots of the engines are free. A later round may begin there; it has
     the prompts and seeds that it would have otherwise, and is scored when its turn comes. If the step ends before, its prompts
@@ -51,24 +51,27 @@ class Rounds:
 
     def next(self, skip: Collection[int]) -> Round:
         """The next round: one that has begun, or a new one without the prompts whose uid is in ``skip``."""
-        return self._early.popleft() if self._early else self._draw(skip)
+        if self._early:
+            return self._early.popleft()
+        one = self._draw(skip)
+        if one.prompts:
+            with self._phases("gen"):
+                # The engines are empty. A new flow gives them their weights again if they slept while a reward model scored.
+                expected = len(one.requested.questions)
+                self._requests = Batch(torch.zeros(0, dtype=torch.int64))
+                self._flow = self._sampler.rollout.flow(self._sampler.sampling, self._rows, expected=expected)
+                self._begin(one, self._flow)
+                self._flow.start()
+        return one
 
-    def answer(self, current: Round, expects: Callable[[int, int], bool]) -> Batch:
-        """Scored responses of a round, as Sampler.sample_to_train.
+    def generate(self, current: Round, expects: Callable[[int, int], bool]) -> Batch:
+        """Scored responses of the round that ``next`` returned, which has prompts; as Sampler.sample_to_train.
 
         expects: whether the step will need another round, besides the given numbers of rounds and groups without a verdict.
         """
+        assert self._flow is not None, "next began the round"
         sampler, parts = self._sampler, list[Batch]()
         with self._phases("gen"):
-            if not current.unfinished and not current.ended:
-                # No round has begun early, so the engines are empty: a flow of its own, which gives the engines their weights
-                # again if they slept while a reward model scored the round before.
-                self._requests = Batch(torch.zeros(0, dtype=torch.int64))
-                expected = len(current.requested.questions)
-                self._flow = sampler.rollout.flow(sampler.sampling, self._rows, expected=expected)
-                self._begin(current, self._flow)
-                self._flow.start()
-            assert self._flow is not None
             while current.unfinished:
                 for part in self._flow.wait():
                     self._record(part, (current, *self._early))

@@ -151,11 +151,7 @@ class Sampler:
         meta["generated_tokens"]: number of response tokens, including greedy responses.
         """
         requested = self.request_to_train(prompts, "train", step)
-        with phases("gen"):
-            parts = [
-                self.submit_rows(part, requested)
-                for part in self.rollout.stream(requested.questions, self.sampling, requested.each)
-            ]
+        parts = self._generate(requested, self.sampling, phases)
         return self.finish_training_batch(parts, requested, step, phases, overlap)
 
     def request_to_train(self, prompts: Sequence[Prompt], purpose: str, step: int) -> Requested:
@@ -198,9 +194,7 @@ class Sampler:
         Returns what ``finish_scoring`` does.
         """
         requested = self._request(prompts, n, n, purpose, step)
-        with phases("gen"):
-            stream = self.rollout.stream(requested.questions, sampling, requested.each)
-            parts = [self.submit_rows(part, requested) for part in stream]
+        parts = self._generate(requested, sampling, phases)
         batch = Batch.concat(parts).with_meta({"temperature": sampling.temperature})
         return self.finish_scoring(
             batch, requested.prompts, requested.samples, phases, n=n, step=step, trains=False, overlap=None
@@ -213,6 +207,12 @@ class Sampler:
         # One seed per response, from values that do not depend on batching, engines or ranks.
         seeds = [seed_of(self.seed, purpose, step, prompt.uid, sample) for prompt, sample in zip(asked, samples, strict=True)]
         return Requested(asked, samples, prompt_batch(asked, seeds, greedy=torch.tensor(samples) == n), each)
+
+    def _generate(self, requested: Requested, sampling: Sampling, phases: Phases) -> list[Batch]:
+        """Generate all responses and submit them for scoring as they end; returns what ``submit_rows`` does."""
+        with phases("gen"):
+            stream = self.rollout.stream(requested.questions, sampling, requested.each)
+            return [self.submit_rows(part, requested) for part in stream]
 
     def finish_scoring(
         self,

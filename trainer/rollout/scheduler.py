@@ -62,6 +62,7 @@ class RolloutScheduler:
 
     @property
     def waiting(self) -> bool:
+        """Whether rows wait for a replica."""
         return bool(self._waiting)
 
     def held(self, replica: int) -> int:
