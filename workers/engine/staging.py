@@ -9,23 +9,19 @@ the mapping.
 
 from __future__ import annotations
 
-import mmap
-import os
 import socket
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from workers.engine.host_buffers import host_buffers, thread_count
 from workers.host_memory import GB, Memory, host_memory
 
-THREADS = 8
 PIECE = 2**26  # bytes copied at a time: the size of a thread's pinned buffer
-ALIGNED = 64  # bytes: alignment of each tensor
 SPARE = 0.1
 """Fraction of the host's memory that must stay available in addition to the copies.
 
@@ -59,28 +55,20 @@ def usable_memory(memory: Memory) -> float:
 
 def copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Copy all tensors into one host mapping; complete when this returns. Names, dtypes and shapes stay the same."""
-    starts, end = {}, 0
-    for name, tensor in tensors.items():
-        starts[name] = end
-        end += -(-tensor.nbytes // ALIGNED) * ALIGNED
-    memory = mmap.mmap(-1, max(end, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with suppress(OSError):  # a kernel without huge pages: ordinary pages will do
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    whole, copies = torch.frombuffer(memory, dtype=torch.uint8), {}
+    sources = [tensor.detach().contiguous().view(-1).view(torch.uint8) for tensor in tensors.values()]
+    targets = host_buffers([len(source) for source in sources])
     pieces: list[tuple[Tensor, Tensor]] = []
-    for name, tensor in tensors.items():
-        source = tensor.detach().contiguous().view(-1).view(torch.uint8)
-        copy = whole[starts[name] : starts[name] + len(source)]
-        copies[name] = copy.view(tensor.dtype).view(tensor.shape)
-        pieces += zip(copy.split(PIECE), source.split(PIECE), strict=True)
+    for target, source in zip(targets, sources, strict=True):
+        pieces += zip(target.split(PIECE), source.split(PIECE), strict=True)
     device = next((tensor.device for tensor in tensors.values() if tensor.is_cuda), None)
     if device is not None:
         torch.cuda.synchronize()  # the threads' streams do not wait for the stream that computed the tensors
-    threads, waiting = min(THREADS, os.cpu_count() or 1), iter(pieces)
-    with ThreadPoolExecutor(threads) as pool:
+    waiting = iter(pieces)
+    with ThreadPoolExecutor(threads := thread_count()) as pool:
         for done in [pool.submit(_copy, waiting, device) for _ in range(threads)]:
             done.result()
-    return copies
+    named = zip(tensors.items(), targets, strict=True)
+    return {name: target.view(tensor.dtype).view(tensor.shape) for (name, tensor), target in named}
 
 
 def _copy(pieces: Iterator[tuple[Tensor, Tensor]], device: torch.device | None) -> None:

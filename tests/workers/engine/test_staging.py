@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from workers.engine import staging
+from workers.engine.host_buffers import ALIGNED
 from workers.engine.staging import copied, shortage
 from workers.host_memory import Memory
 
@@ -37,7 +38,7 @@ def test_copies_are_the_same_bytes_and_keep_them(monkeypatch: pytest.MonkeyPatch
     for tensor in tensors.values():
         tensor.zero_()
     assert {name: (copy.dtype, copy.shape, bits(copy)) for name, copy in copies.items()} == before
-    assert all(copy.data_ptr() % staging.ALIGNED == 0 for copy in copies.values())
+    assert all(copy.data_ptr() % ALIGNED == 0 for copy in copies.values())
     assert copied({}) == {}
 
 
