@@ -270,17 +270,28 @@ def reward_config() -> RewardConfig:
 class Simulation:
     """A run, step by step. buffer: groups in flight, of partial rollouts. mode: how batches are sampled."""
 
-    def __init__(self, settings: Settings, backend: Backend, folder: Path, mode: Mode, *, balance: Balance = "tokens") -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        backend: Backend,
+        folder: Path,
+        mode: Mode,
+        *,
+        balance: Balance = "tokens",
+        engine: tuple[type[SimulatedEngine], *tuple[Any, ...]] = (SimulatedEngine,),
+    ) -> None:
+        """engine: class of the workers, and its arguments after ``settings``."""
         limits = dict.fromkeys(("start", "generate", "reward", "sync"), 300.0)
         self.clock = SimulatedClock(limits, folder)
         pool = ResourcePool((settings.replicas,), "cpu", "engines")
-        group = backend.start_group("engines", pool, SimulatedEngine, settings)
-        engine = SimpleNamespace(name="simulated", free_cache_engine=False, max_num_seqs=settings.slots, balance=balance)
-        self.rollout = RemoteRollout(group, cast(Any, SimpleNamespace(rollout=engine, run_dir=None)), "actor", self.clock)
+        worker, *arguments = engine
+        group = backend.start_group("engines", pool, worker, settings, *arguments)
+        config = SimpleNamespace(name="simulated", free_cache_engine=False, max_num_seqs=settings.slots, balance=balance)
+        self.rollout = RemoteRollout(group, cast(Any, SimpleNamespace(rollout=config, run_dir=None)), "actor", self.clock)
         order = DataOrder(2**40 * settings.prompts, settings.prompts, seed=0, shuffle=False)
         self.stream = PromptStream(cast(Any, NumberedPrompts(settings.prompt_tokens)), order)
         self.buffer = GroupBuffer(settings.n, self.stream.prompt)
-        policies: dict[Mode, BatchPolicy] = {
+        self.policies: dict[Mode, BatchPolicy] = {
             "one round": OneRound(),
             "rounds": FilteredRounds(FilterGroupsConfig(enable=True, metric=None, max_num_gen_batches=0), settings.prompts),
             "partial": PartialRollouts(
@@ -296,7 +307,7 @@ class Simulation:
             n=settings.n,
             sampling=Sampling(1.0, -1, 1.0, max_tokens=settings.max_tokens, stop_token_ids=()),
             seed=0,
-            policy=policies[mode],
+            policy=self.policies[mode],
             with_baselines=False,
             reward=reward,
             shaping=Shaping(reward.shaping, RunningMoments()),

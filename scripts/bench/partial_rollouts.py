@@ -1,0 +1,226 @@
+"""Measured steps per second of partial rollouts over synchronous ones, on a real engine, and what rollout_flow.py predicts.
+
+    python scripts/bench/partial_rollouts.py --device cuda --engine vllm     # 0.5B, responses up to 8k tokens, minutes
+    python scripts/bench/partial_rollouts.py --shape 3m --prompts 16 --n 4 --prompt_tokens 32 --max_tokens 512 --slots 32
+    python scripts/bench/partial_rollouts.py --quick                         # a smoke version, seconds
+
+Sampler, policies, buffer, scheduler and flow are the trainer's; prompts, response lengths and rewards are those of
+rollout_flow.py: a response ends at its length, whatever the model (random weights) samples. One engine, in this process. First
+its decode step a + b * n and its prefill c are measured, with the context that a decode step has on average, then synchronous
+steps, then partial ones. Seconds are those of the engine's calls and of weight syncs: wall seconds on CUDA, CPU seconds on the
+CPU, which may be shared.
+
+a, b, c: see rollout_flow.py. ratio: steps per second of partial rollouts over synchronous ones, measured and simulated.
+per_token: the same of tokens per second, which depends less on the lengths in a few steps. wall_seconds: with the controller,
+whose work a trainer overlaps with generation.
+"""
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import asdict, replace
+from pathlib import Path
+from statistics import mean
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from configs.compose import compose
+from configs.schema.generation import GenerationConfig
+from scripts.bench.rollout_flow import Settings, SimulatedEngine, Simulation
+from scripts.bench.shapes import SHAPES
+from workers.batch import Batch
+from workers.controller.group import WorkerInfo
+from workers.controller.local_backend import LocalBackend
+from workers.controller.rpc import role_call
+from workers.roles.rollout_engines import ENGINES, make_rollout
+from workers.roles.rollout_role import answers
+from workers.roles.worker import Worker
+from workers.rollout.base import Completion, Request, RolloutSpec, Sampling
+
+DECODE_STEPS = 64  # measured of each number of sequences, after as many that fill the slots
+
+
+class MeasuredEngine(SimulatedEngine):
+    """A real engine. A response ends at its length. meta of ``advance``: as simulated, with measured seconds."""
+
+    def __init__(
+        self, info: WorkerInfo, settings: Settings, engine: str, device: Literal["cpu", "cuda"], path: str, memory: float
+    ) -> None:
+        """path: folder of the model. memory: fraction of the GPU's memory for the engine."""
+        super().__init__(info, settings)
+        self._opened = ExitStack()
+        worker = self._opened.enter_context(closing(Worker(info, device, 1800.0)))
+        rollout = {
+            "name": engine, "max_num_seqs": settings.slots, "tensor_model_parallel_size": 1, "free_cache_engine": False,
+            "gpu_memory_utilization": memory, "dtype": "bfloat16" if device == "cuda" else "float32",
+        }  # fmt: skip
+        overrides = [f"actor_rollout_ref.model.path={path}", f"trainer.device={device}"]
+        overrides += [f"actor_rollout_ref.rollout.{key}={value}" for key, value in rollout.items()]
+        models = compose("generation", GenerationConfig, overrides).actor_rollout_ref
+        longest = settings.prompt_tokens + settings.max_tokens
+        spec = RolloutSpec(models.model, models.rollout, longest, device)
+        self.rollout = self._opened.enter_context(closing(make_rollout(spec, worker.info)))
+        dtype = torch.bfloat16 if device == "cuda" else torch.float32
+        model = Qwen2ForCausalLM.from_pretrained(path, dtype=dtype).to(device)
+        self._weights, self._vocabulary = dict(model.named_parameters()), model.config.vocab_size
+        self._clock: Callable[[], float] = time.perf_counter if device == "cuda" else time.process_time
+        self._sync_seconds = 0.0
+
+    def close(self) -> None:
+        self._opened.close()
+
+    def sync_weights(self, version: int) -> dict[str, Any]:
+        start = self._clock()
+        self.rollout.load_weights(iter(self.rollout.to_engine_names(self._weights.items())), version=version)
+        self._sync_seconds += self._clock() - start
+        return {}
+
+    def advance(self, prompts: Batch, sampling: Sampling, steps: int) -> Batch:
+        start = self._clock()
+        rows = prompts.split_rows("input_ids")
+        requests, seeds = self._requests(prompts), prompts.rows["seed"].tolist()
+        self.rollout.submit(
+            [
+                Request(
+                    request.id,
+                    tuple(ids[: len(ids) - request.begun].tolist()),
+                    limited(request.begun + request.left),
+                    seed,
+                    response_ids=tuple(ids[len(ids) - request.begun :].tolist()),
+                )
+                for request, ids, seed in zip(requests, rows, seeds, strict=True)
+            ]
+        )
+        ended: list[Completion] = []
+        sequence_seconds = 0.0
+        while steps and self.rollout.unfinished:
+            before, running = self._clock(), min(self.rollout.unfinished, self._settings.slots)
+            ended += self.rollout.step()
+            sequence_seconds += (self._clock() - before) * running
+            steps -= 1
+        seconds, self._sync_seconds = self._clock() - start + self._sync_seconds, 0.0
+        return answers(ended).with_meta({"seconds": seconds, "sequence_seconds": sequence_seconds})
+
+    def suspend(self) -> Batch:
+        return answers(self.rollout.abort())
+
+    def costs(self) -> tuple[float, float, float]:
+        """Measured a, b and c; by least squares over a few numbers of sequences, with the average context of a decode step."""
+        settings = self._settings
+        # Geometric lengths with mean m: the position of a decode step is m on average.
+        context = settings.prompt_tokens + settings.max_tokens // 8
+        counts = [max(1, settings.slots * eighths // 8) for eighths in (1, 2, 4, 8)]
+        self._decode(context, counts[0])  # compiles, captures and allocates
+        decode, prefill = zip(*(self._decode(context, count) for count in counts), strict=True)
+        b, a = np.polyfit(counts, decode, 1).tolist()
+        return a, b, sum(prefill) / (context * sum(counts))
+
+    def _decode(self, context: int, count: int) -> tuple[float, float]:
+        """Seconds of a decode step of ``count`` sequences after ``context`` tokens each, and of computing these tokens."""
+        tokens = np.random.default_rng(count).integers(0, self._vocabulary, (count, context)).tolist()
+        length = self._settings.max_tokens - self._settings.max_tokens // 8  # ends after the measurement
+        start = self._clock()
+        self.rollout.submit([Request(i, tuple(ids), limited(length), seed=i) for i, ids in enumerate(tokens)])
+        begun = set[int]()
+        while len(begun) < count:
+            self.rollout.step()
+            begun.update(new.id for new in self.rollout.new_tokens())
+        prefill, start = self._clock() - start, self._clock()
+        for _ in range(DECODE_STEPS):
+            self.rollout.step()
+        seconds = self._clock() - start
+        assert self.rollout.unfinished == count, "all of them were decoded in every step"
+        self.rollout.abort()
+        return seconds / DECODE_STEPS, prefill
+
+
+def limited(tokens: int) -> Sampling:
+    """Sampling of a response of exactly ``tokens`` tokens."""
+    return Sampling(1.0, -1, 1.0, tokens, stop_token_ids=(), ignore_eos=True)
+
+
+def measure(run: Simulation, settings: Settings) -> dict[str, dict[str, float]]:
+    """Figures of synchronous steps, then of partial ones, with one engine: building another takes longer than several steps."""
+    found = {"synchronous": figures(run, settings.steps)}
+    run.sampler.policy = run.policies["partial"]
+    for _ in range(settings.warm_up):
+        run.step()
+    return found | {"partial": figures(run, settings.steps)}
+
+
+def figures(run: Simulation, steps: int) -> dict[str, float]:
+    """Means of the next ``steps`` steps. seconds: of the engine. running: number of running sequences."""
+    run.clock.seconds = run.clock.sequence_seconds = 0.0
+    start, metrics = time.perf_counter(), list[dict[str, float]]()
+    for _ in range(steps):
+        batch = run.step()
+        metrics.append(batch.meta["metrics"] | {"tokens": float(batch.meta["generated_tokens"])})
+        print(f"{metrics[-1]['tokens']:.0f} tokens, {run.clock.seconds:.1f} s so far", file=sys.stderr, flush=True)
+    names = ("rollout/stale_tokens", "rollout/recomputed_tokens", "rollout/age/mean")
+    return {
+        "seconds": run.clock.seconds / steps,
+        "wall_seconds": (time.perf_counter() - start) / steps,
+        "running": run.clock.sequence_seconds / run.clock.seconds,
+        "tokens": mean(step["tokens"] for step in metrics),
+    } | {name: mean(step[name] for step in metrics) for name in names if name in metrics[0]}
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--engine", choices=ENGINES, default="embedded", help="(default: %(default)s)")
+    add("--device", choices=("cpu", "cuda"), default="cpu", help="(default: %(default)s)")
+    add("--shape", choices=SHAPES, default="0.5b", help="of the model (default: %(default)s)")
+    add("--memory", type=float, default=0.7, help="fraction of the GPU for the engine (default: %(default)s)")
+    sizes = {
+        "prompts": 64,
+        "n": 8,
+        "prompt_tokens": 256,
+        "max_tokens": 8192,
+        "slots": 256,
+        "max_age": 4,
+        "steps": 4,
+        "warm_up": 4,
+    }
+    for name, default in sizes.items():
+        add(f"--{name}", type=int, default=default, help="see rollout_flow.py (default: %(default)s)")
+    add("--oversubmit", type=float, default=1.5, help="(default: %(default)s)")
+    add("--quick", action="store_true", help="sizes of seconds on a CPU")
+    args = parser.parse_args(argv)
+    if args.quick:
+        args.shape, args.prompts, args.n, args.prompt_tokens, args.max_tokens, args.slots, args.steps = "tiny", 4, 4, 8, 256, 8, 2
+    torch.set_num_threads(1)
+    chosen = {name: getattr(args, name) for name in sizes}
+    settings = Settings(**chosen, oversubmit=args.oversubmit, replicas=1, train=0.0, a=0.0, b=0.0, c=0.0)
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        torch.manual_seed(0)
+        Qwen2ForCausalLM(Qwen2Config(**SHAPES[args.shape])).to(torch.bfloat16).save_pretrained(folder / "model")
+        engine = (MeasuredEngine, args.engine, args.device, str(folder / "model"), args.memory)
+        with LocalBackend() as backend:
+            run = Simulation(settings, backend, folder, "one round", engine=engine)
+            run.rollout.sync_weights(0)
+            asked = role_call("rollout", MeasuredEngine.costs)
+            ((a, b, c),) = run.clock.call(run.rollout.group, "generate", "costs of the engine", asked)
+            print(f"a {a:.3g} s, b {b:.3g} s, c {c:.3g} s", file=sys.stderr, flush=True)
+            measured = measure(run, settings)
+        settings = replace(settings, a=a, b=b, c=c)
+        with LocalBackend() as backend:
+            simulated = measure(Simulation(settings, backend, folder, "one round"), settings)
+    both = {"measured": measured, "simulated": simulated}
+    ratio = {name: modes["synchronous"]["seconds"] / modes["partial"]["seconds"] for name, modes in both.items()}
+    per_token = {name: ratio[name] * modes["partial"]["tokens"] / modes["synchronous"]["tokens"] for name, modes in both.items()}
+    setup = {"settings": asdict(settings), "engine": args.engine, "device": args.device, "shape": args.shape}
+    print(json.dumps(setup | both | {"ratio": ratio, "per_token": per_token, "load": os.getloadavg()}, indent=1))
+
+
+if __name__ == "__main__":
+    main()
