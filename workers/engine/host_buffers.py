@@ -45,7 +45,7 @@ def host_buffers(sizes: Sequence[int], page_locked: bool = False) -> list[Tensor
     """Return a uint8 tensor of each size in bytes; all lie in one mapping.
 
     page_locked: torch's own pinned memory takes one call of the driver per tensor, rounds each up to a power of two, and is never
-    returned: 14.4 s for 15.2 GB in 340 tensors beside an H200, against 4.5 s for one mapping.
+    returned. On the host of an H200, the first offload of 15.2 GB in 340 tensors took 12.1 s with it and 0.84 s with one mapping.
     """
     starts = [0, *accumulate(-(-size // ALIGNED) * ALIGNED for size in sizes)]
     memory = (PageLocked if page_locked else mmap.mmap)(-1, max(starts[-1], 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
