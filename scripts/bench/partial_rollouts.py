@@ -6,11 +6,11 @@
 
 Sampler, policies, buffer, scheduler and flow are the trainer's; prompts, response lengths and rewards are those of
 rollout_flow.py: a response ends at its length, whatever the model (random weights) samples. One engine, in this process. First
-its decode step a + b * n and its prefill c are measured, with the context that a decode step has on average, then synchronous
-steps, then partial ones. Seconds are those of the engine's calls and of weight syncs: wall seconds on CUDA, CPU seconds on the
-CPU, which may be shared.
+its decode step a + b * n, its prefill c and the cost d of entering are measured, with the context that a decode step has on
+average, then synchronous steps, then partial ones. Seconds are those of the engine's calls and of weight syncs: wall seconds on
+CUDA, CPU seconds on the CPU, which may be shared.
 
-a, b, c: see rollout_flow.py. ratio: steps per second of partial rollouts over synchronous ones, measured and simulated.
+a, b, c, d: see rollout_flow.py. ratio: steps per second of partial rollouts over synchronous ones, measured and simulated.
 per_token: the same of tokens per second, which depends less on the lengths in a few steps. wall_seconds: with the controller,
 whose work a trainer overlaps with generation.
 """
@@ -45,7 +45,7 @@ from workers.roles.rollout_role import answers
 from workers.roles.worker import Worker
 from workers.rollout.base import Completion, Request, RolloutSpec, Sampling
 
-DECODE_STEPS = 64  # measured of each number of sequences, after as many that fill the slots
+DECODE_STEPS, ENTERING = 64, 16  # measured for each number of sequences
 
 
 class MeasuredEngine(SimulatedEngine):
@@ -112,19 +112,21 @@ class MeasuredEngine(SimulatedEngine):
     def suspend(self) -> Batch:
         return answers(self.rollout.abort())
 
-    def costs(self) -> tuple[float, float, float]:
-        """Measured a, b and c; by least squares over a few numbers of sequences, with the average context of a decode step."""
+    def costs(self) -> tuple[float, float, float, float]:
+        """Measured a, b, c and d; a and b by least squares over a few numbers of sequences."""
         settings = self._settings
         # Geometric lengths with mean m: the position of a decode step is m on average.
         context = settings.prompt_tokens + settings.max_tokens // 8
         counts = [max(1, settings.slots * eighths // 8) for eighths in (1, 2, 4, 8)]
         self._decode(context, counts[0])  # compiles, captures and allocates
-        decode, prefill = zip(*(self._decode(context, count) for count in counts), strict=True)
+        decode, prefill, entering = zip(*(self._decode(context, count) for count in counts), strict=True)
         b, a = np.polyfit(counts, decode, 1).tolist()
-        return a, b, sum(prefill) / (context * sum(counts))
+        return a, b, sum(prefill) / (context * sum(counts)), max(0.0, mean(entering) - mean(decode))
 
-    def _decode(self, context: int, count: int) -> tuple[float, float]:
-        """Seconds of a decode step of ``count`` sequences after ``context`` tokens each, and of computing these tokens."""
+    def _decode(self, context: int, count: int) -> tuple[float, float, float]:
+        """Seconds of a decode step of ``count`` sequences after ``context`` tokens each, of computing these tokens, and of a
+        decode step in which one of them ends and another request enters, whose prompt is computed already.
+        """
         tokens = np.random.default_rng(count).integers(0, self._vocabulary, (count, context)).tolist()
         length = self._settings.max_tokens - self._settings.max_tokens // 8  # ends after the measurement
         start = self._clock()
@@ -136,10 +138,17 @@ class MeasuredEngine(SimulatedEngine):
         prefill, start = self._clock() - start, self._clock()
         for _ in range(DECODE_STEPS):
             self.rollout.step()
-        seconds = self._clock() - start
+        decode, seconds = self._clock() - start, 0.0
         assert self.rollout.unfinished == count, "all of them were decoded in every step"
+        for i in range(ENTERING):
+            self.rollout.abort([i])  # new ids follow those of the first requests
+            self.rollout.submit([Request(count + i, tuple(tokens[0]), limited(length), seed=i)])
+            start = self._clock()
+            self.rollout.step()
+            seconds += self._clock() - start
+            self.rollout.step()  # of decoding alone, so that engines which schedule ahead are in the same state
         self.rollout.abort()
-        return seconds / DECODE_STEPS, prefill
+        return decode / DECODE_STEPS, prefill, seconds / ENTERING
 
 
 def limited(tokens: int) -> Sampling:
@@ -196,9 +205,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("--quick", action="store_true", help="sizes of seconds on a CPU")
     args = parser.parse_args(argv)
     if args.quick:
-        args.shape, args.prompts, args.n, args.prompt_tokens, args.max_tokens, args.slots, args.steps = "tiny", 4, 4, 8, 256, 8, 2
+        args.shape, args.prompts, args.n, args.prompt_tokens, args.max_tokens, args.slots = "tiny", 4, 4, 8, 128, 8
+        args.steps = args.warm_up = 1
     torch.set_num_threads(1)
-    chosen = {name: getattr(args, name) for name in sizes}
+    chosen = {name: value for name, value in vars(args).items() if name in sizes}
     settings = Settings(**chosen, oversubmit=args.oversubmit, replicas=1, train=0.0, a=0.0, b=0.0, c=0.0)
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
@@ -209,10 +219,10 @@ def main(argv: Sequence[str] | None = None) -> None:
             run = Simulation(settings, backend, folder, "one round", engine=engine)
             run.rollout.sync_weights(0)
             asked = role_call("rollout", MeasuredEngine.costs)
-            ((a, b, c),) = run.clock.call(run.rollout.group, "generate", "costs of the engine", asked)
-            print(f"a {a:.3g} s, b {b:.3g} s, c {c:.3g} s", file=sys.stderr, flush=True)
+            ((a, b, c, d),) = run.clock.call(run.rollout.group, "generate", "costs of the engine", asked)
+            print(f"a {a:.3g} s, b {b:.3g} s, c {c:.3g} s, d {d:.3g} s", file=sys.stderr, flush=True)
             measured = measure(run, settings)
-        settings = replace(settings, a=a, b=b, c=c)
+        settings = replace(settings, a=a, b=b, c=c, d=d)
         with LocalBackend() as backend:
             simulated = measure(Simulation(settings, backend, folder, "one round"), settings)
     both = {"measured": measured, "simulated": simulated}

@@ -7,7 +7,8 @@
 
 Sampler, policies, buffer, scheduler and flow are the trainer's own; only the engines are simulated. A decode step of an engine
 with n running sequences costs a + b * n seconds of simulated time, at most ``slots`` run and the others wait in order. Prefill
-costs c seconds per token: the prompt once per group and weight version, and what resubmitted responses have so far. Response
+costs c seconds per token: the prompt once per group and weight version, and what resubmitted responses have so far; a step in
+which requests enter costs d more, for example because vLLM leaves its CUDA graph of decode steps (4 ms on an H200). Response
 lengths are geometric with a mean of an eighth of the maximum, where they are truncated, and fixed by ordinal and sample: both
 modes sample the same responses, and an interruption changes none. Replicas wait for each other after every tick, so a tick takes
 the time of the slowest. The controller, scoring and weight sync cost nothing; ``train`` is added to every step of both modes.
@@ -70,7 +71,7 @@ MAX_AGES, OVERSUBMITS = (1, 2, 3, 4, 6, 8), (1.0, 1.5, 2.0)  # of the sweep
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """A simulated run. a, b, c, train: seconds. Lengths in tokens. The others: see --help."""
+    """A simulated run. a, b, c, d, train: seconds. Lengths in tokens. The others: see --help."""
 
     prompts: int
     n: int
@@ -87,6 +88,7 @@ class Settings:
     steps: int
     warm_up: int
     kept_share: float = 0.5
+    d: float = 0.0
 
     def response_length(self, ordinal: int, sample: int) -> int:
         """Length of a response before truncation, geometric with mean max_tokens / 8."""
@@ -145,7 +147,9 @@ class SimulatedEngine:
         seconds = sequence_seconds = 0.0
         end = self._now + steps
         while self._now < end and (self._running or self._waiting):
+            before = len(self._waiting)
             elapsed = self._settings.c * self._fill()
+            elapsed += self._settings.d * (len(self._waiting) < before)
             until = min(end, self._running[0][0])
             elapsed += (until - self._now) * (self._settings.a + self._settings.b * len(self._running))
             seconds, sequence_seconds = seconds + elapsed, sequence_seconds + elapsed * len(self._running)
@@ -419,6 +423,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("--a", type=float, default=5e-3, help="seconds of a decode step (default: %(default)s)")
     add("--b", type=float, default=8e-6, help="more for each running sequence (default: %(default)s)")
     add("--c", type=float, default=2e-6, help="seconds of prefill per token (default: %(default)s)")
+    add("--d", type=float, default=0.0, help="more for a decode step in which requests enter (default: %(default)s)")
     add("--train", type=float, default=0.0, help="seconds of a step besides generation (default: %(default)s)")
     add("--steps", type=int, default=20, help="(default: %(default)s)")
     add("--warm_up", type=int, default=8, help="steps of partial rollouts before those (default: %(default)s)")

@@ -196,18 +196,19 @@ def measure(args: argparse.Namespace, shape: str, dtype: str) -> dict[str, Any]:
     found_parts = {}
     for name, times in parts.items():
         timed_rounds = times[1 : args.rounds + 1]  # not the first, and not the profile's
-        speeds = [flops[name] / counted(of, args.device) for of in timed_rounds]
-        ratios = [speed / rate for speed, rate in zip(speeds, rates[name], strict=True)]
+        ratios = [flops[name] / counted(of, args.device) / rate for of, rate in zip(timed_rounds, rates[name], strict=True)]
         seconds, cpu = (statistics.median(column) for column in zip(*timed_rounds, strict=True))
+        median = counted((seconds, cpu), args.device)
+        speed = flops[name] / median
         found_parts[name] = {
             "seconds": seconds,
             "cpu_seconds": cpu,
-            "tokens_per_second": total / (seconds if args.device == "cuda" else cpu),
-            "flops_per_second": statistics.median(speeds),
+            "tokens_per_second": total / median,
+            "flops_per_second": speed,
             "gemm_flops_per_second": statistics.median(rates[name]),
             "of_gemm": statistics.median(ratios),
             "of_gemm_all": ratios,
-            "of_peak": None if peak is None else statistics.median(speeds) / peak,
+            "of_peak": None if peak is None else speed / peak,
         }
     if args.entropy is not None:
         pairs = zip(parts["with entropy"][1 : args.rounds + 1], parts["update"][1 : args.rounds + 1], strict=True)

@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from workers.engine.host_buffers import host_buffers
+from workers.host_buffers import host_buffers
 
 Place = Literal["device", "cpu"]
 

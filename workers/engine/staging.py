@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from workers.engine.host_buffers import host_buffers, thread_count
+from workers.host_buffers import host_buffers, thread_count
 from workers.host_memory import GB, Memory, host_memory
 
 PIECE = 2**26  # bytes copied at a time: the size of a thread's pinned buffer

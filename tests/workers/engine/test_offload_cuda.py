@@ -5,8 +5,8 @@ import gc
 import pytest
 import torch
 
-from workers.engine.host_buffers import host_buffers
 from workers.engine.offload import Offloadable
+from workers.host_buffers import host_buffers
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 MB = 2**20

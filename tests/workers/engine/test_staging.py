@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from workers.engine import staging
-from workers.engine.host_buffers import ALIGNED
 from workers.engine.staging import copied, shortage
+from workers.host_buffers import ALIGNED
 from workers.host_memory import Memory
 
 MB = 10**6

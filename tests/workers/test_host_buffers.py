@@ -2,7 +2,7 @@
 
 import torch
 
-from workers.engine.host_buffers import ALIGNED, host_buffers
+from workers.host_buffers import ALIGNED, host_buffers
 
 
 def test_buffers_are_aligned_and_do_not_overlap() -> None:
