@@ -30,7 +30,9 @@ def mini_batch() -> Batch:
     """A mini-batch of 41 tokens, one of its columns two-dimensional."""
     batch = toy_batch([20, 15, 6])
     wide = torch.randn(41, 7)
-    return batch.with_tokens(wide=wide).with_rows(uid=torch.tensor([5, 5, 9]), group=torch.tensor([8, 8, 10]), trajectory=torch.arange(3))
+    return batch.with_tokens(wide=wide).with_rows(
+        uid=torch.tensor([5, 5, 9]), group=torch.tensor([8, 8, 10]), trajectory=torch.arange(3)
+    )
 
 
 def test_configuration_without_files_has_no_stream() -> None:
