@@ -20,12 +20,13 @@ class Batch:
 
     lengths: int64 (B,)            tokens of each sequence, prompt plus response
     tokens:  {name: (T, ...)}      per token: input_ids, response_mask, log_probs, values, loss_weight, ...
-    rows:    {name: (B, ...)}      per sequence: group (of its prompt), uid (data row), prompt_length, score, last_value, ...
+    rows:    {name: (B, ...)}      per sequence: group (of its prompt), trajectory, part, uid (data row), score, last_value, ...
     objects: {name: list of B}     strings and other Python objects; controller only, never sent to workers
     meta:    {name: json}          for the whole batch: temperature, step
 
     ``log_probs[t]`` is the log-prob of token t given the tokens before it (0 for the first token of a sequence); ``values[t]`` is
-    the value of the state before token t. A sequence is never split.
+    the value of the state before token t. A sequence is never split. tokens["response_mask"] alone marks what is trained, also
+    between tokens that are not (observations); rows["prompt_length"] is a hint for computing a shared prefix once.
     """
 
     lengths: Tensor

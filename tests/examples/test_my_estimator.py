@@ -17,7 +17,6 @@ def test_half_of_a_group_is_above_the_median(groups: list[list[int]]) -> None:
         token_rewards=scores,
         response_mask=torch.ones(len(scores)),
         lengths=torch.ones(len(scores), dtype=torch.int64),  # answers of one token
-        prompt_lengths=torch.zeros(len(scores), dtype=torch.int64),
         uid=torch.tensor([uid for uid, group in enumerate(groups) for _ in group]),
     )
     advantages = median_baseline(inputs, None).advantages.split([len(group) for group in groups])

@@ -195,7 +195,6 @@ inputs = AdvantageInputs(
     token_rewards=torch.tensor([0.0, 1.0, 0.0, 0.0, 3.0]),
     response_mask=torch.tensor([0, 1, 0, 1, 1]),
     lengths=torch.tensor([2, 3]),
-    prompt_lengths=torch.tensor([1, 1]),
     uid=torch.tensor([0, 1]),
 )
 assert ADVANTAGES["batch_mean"](inputs, None).advantages.tolist() == [0.0, -1.0, 0.0, 1.0, 1.0]

@@ -16,24 +16,23 @@ from torch import Tensor
 
 from configs.schema.ppo import AlgorithmConfig
 from trainer.algorithms.registry import Registry
-from trainer.algorithms.segments import discounted_to_come, group_ids, row_ids, sum_by, whiten
+from trainer.algorithms.segments import counts_in, discounted_to_come, group_ids, row_ids, sum_by, whiten
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdvantageInputs:
     """Flat inputs of an estimator: B sequences, T tokens in total.
 
-    token_rewards, response_mask (T,). lengths (B,). prompt_lengths (B,): offset of the response in its row. uid (B,): number
-    of the group, rows["group"] of the batch. values (T,): V of the state before each token. last_value (B,): V after the last
-    token of truncated responses that are bootstrapped, else 0. baselines (B,): score of the prompt's greedy response. rewards:
-    {name: (B,)}, the named components of the score. old_log_probs (T,). sum_pi_squared (T,): sum over the vocabulary of pi^2.
-    is_weights (T,): importance weights of the rollout correction, None without it.
+    token_rewards, response_mask (T,). lengths (B,). uid (B,): number of the group, rows["group"] of the batch. values (T,): V of
+    the state before each token. last_value (B,): V after the last token of truncated responses that are bootstrapped, else 0.
+    baselines (B,): score of the prompt's greedy response. rewards: {name: (B,)}, the named components of the score.
+    old_log_probs (T,). sum_pi_squared (T,): sum over the vocabulary of pi^2. is_weights (T,): importance weights of the rollout
+    correction, None without it.
     """
 
     token_rewards: Tensor
     response_mask: Tensor
     lengths: Tensor
-    prompt_lengths: Tensor
     uid: Tensor
     values: Tensor | None = None
     last_value: Tensor | None = None
@@ -57,7 +56,7 @@ class AdvantageInputs:
 
     def trained_counts(self) -> Tensor:
         """Number of trained tokens of each response, int64 (B,)."""
-        return torch.bincount(self.rows()[self.trained], minlength=len(self.lengths))
+        return counts_in(self.response_mask, self.lengths)
 
     def outcome(self, per_row: Tensor) -> "Advantages":
         """Broadcast one value per response (B,) to its trained tokens, as advantage and as return."""
@@ -242,17 +241,17 @@ def optimal_token_baseline(inputs: AdvantageInputs, config: AlgorithmConfig) -> 
     token and sum_v pi(v)^2, so the baseline needs one extra column and no backward pass.
 
     G_t = reward to go;  W_t = sum_{j<=t} w_j with w = 1 - 2 pi(y_j) + sum_v pi(v)^2;  b_t = sum_i G_it W_it / sum_i W_it over
-    the responses trained at position t (optimal baseline: Greensmith et al. 2004, JMLR 5, theorem 8; per token as in verl
-    0.9.1). With a rollout correction w is multiplied by the squared importance weight. b = 0 for a group of one, and for the
-    tail of the longest response where no other response is left.
+    the responses with a t-th trained token (optimal baseline: Greensmith et al. 2004, JMLR 5, theorem 8; per token as
+    tir_optimal_token_baseline in verl 0.9.1). With a rollout correction w is multiplied by the squared importance weight. b = 0
+    for a group of one, and for the tail of the longest response where no other response is left.
     """
     assert inputs.old_log_probs is not None and inputs.sum_pi_squared is not None
     trained = inputs.trained
     rows = inputs.rows()[trained]
     counts = inputs.trained_counts()
-    starts = torch.nn.functional.pad(inputs.lengths.cumsum(0), (1, 0))[:-1] + inputs.prompt_lengths
-    # Position in the response, tokens outside the mask counted: responses of a group are compared at the same index.
-    position = torch.arange(len(trained))[trained] - starts[rows]
+    first = counts.cumsum(0) - counts  # index of each row's first trained token among all trained tokens
+    # Responses of a group are compared after the same number of sampled tokens, whatever was observed between them.
+    position = torch.arange(len(rows)) - first[rows]
     to_come = _rewards_to_come(inputs, 1.0)
 
     variance = 1 - 2 * inputs.old_log_probs[trained].double().exp() + inputs.sum_pi_squared[trained].double()
@@ -260,7 +259,7 @@ def optimal_token_baseline(inputs: AdvantageInputs, config: AlgorithmConfig) -> 
         variance = variance * inputs.is_weights[trained].double().square()
     # Segmented cumulative sum: one cumsum over the flat batch, minus its value before each row's first trained token.
     total = variance.cumsum(0)
-    before = torch.nn.functional.pad(total, (1, 0))[torch.nn.functional.pad(counts.cumsum(0), (1, 0))[:-1]]
+    before = torch.nn.functional.pad(total, (1, 0))[first]
     path = total - before[rows]
 
     # One segment per (group, position): its number is made dense by unique, so that sums run over flat tensors, unpadded.

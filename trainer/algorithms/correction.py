@@ -19,7 +19,7 @@ from torch import Tensor
 
 from configs.schema.ppo import RolloutCorrectionConfig
 from trainer.algorithms.correction_rules import rejection_rules, weight_bounds
-from trainer.algorithms.segments import row_ids, sum_by
+from trainer.algorithms.segments import counts_in, row_ids, sum_by
 from workers.metric import Metric, Sample, masked_extreme
 
 SAFE = 20.0
@@ -230,7 +230,7 @@ class _Tokens:
         self.total = float(response_mask.sum() + 1e-8)
         self.rows = row_ids(lengths)
         self.n = len(lengths)
-        self.counts = torch.bincount(self.rows[self.mask], minlength=self.n)
+        self.counts = counts_in(self.mask, lengths)
 
     def mean(self, values: Tensor) -> float:
         return float(values[self.mask].double().mean())

@@ -13,6 +13,26 @@ def row_ids(lengths: Tensor) -> Tensor:
     return torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths)
 
 
+def counts_in(mask: Tensor, lengths: Tensor) -> Tensor:
+    """Number of tokens of each row in ``mask`` (T,): int64 (B,)."""
+    return torch.bincount(row_ids(lengths)[mask.bool()], minlength=len(lengths))
+
+
+def first_in(mask: Tensor, lengths: Tensor) -> Tensor:
+    """Position in its row of the first token in ``mask`` (T,); the length of a row without one: int64 (B,)."""
+    chosen, starts = mask.bool(), lengths.cumsum(0) - lengths
+    rows = row_ids(lengths)[chosen]
+    return lengths.scatter_reduce(0, rows, chosen.nonzero()[:, 0] - starts[rows], "amin")
+
+
+def last_in(mask: Tensor, lengths: Tensor) -> Tensor:
+    """Position in its row of the last token in ``mask`` (T,); the last position of a row without one: int64 (B,)."""
+    chosen, starts = mask.bool(), lengths.cumsum(0) - lengths
+    rows = row_ids(lengths)[chosen]
+    found = torch.full_like(lengths, -1).scatter_reduce(0, rows, chosen.nonzero()[:, 0] - starts[rows], "amax")
+    return torch.where(found < 0, lengths - 1, found)
+
+
 def sum_by(values: Tensor, index: Tensor, n: int) -> Tensor:
     """Sum ``values`` (N,) by segment ``index`` (N,), differentiable: float64 (n,)."""
     return torch.zeros(n, dtype=torch.float64, device=values.device).index_add(0, index, values.double())

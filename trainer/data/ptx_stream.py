@@ -40,7 +40,7 @@ class PtxStream:
         columns |= texts.tokens | {"loss_weight": weights, "ptx": torch.ones(texts.total_tokens)}
         rows = {name: column.new_zeros(len(texts), *column.shape[1:]) for name, column in mini_batch.rows.items()}
         # Unique negative groups: rows of a group count as responses to one prompt, whose shared prefix is computed once.
-        rows |= {name: -1 - torch.arange(len(texts)) for name in ("uid", "group") if name in rows}
+        rows |= {name: -1 - torch.arange(len(texts)) for name in ("uid", "group", "trajectory") if name in rows}
         policy = mini_batch.only(tokens=list(mini_batch.tokens), rows=list(mini_batch.rows))
         return Batch.concat([policy.with_tokens(ptx=torch.zeros(policy.total_tokens)), Batch(texts.lengths, columns, rows)])
 

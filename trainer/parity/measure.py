@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from configs.schema.common import Sharding
+from trainer.algorithms.segments import counts_in
 from trainer.cluster.remote import RemoteModel
 from trainer.cluster.watchdog import Watchdog
 from trainer.data.dataset import Prompt
@@ -135,7 +136,7 @@ def judged(actor: RemoteModel, generated: Generated) -> Timed:
     found = {name: column(own.tokens[name].double()) for name in OUTPUTS}
     answers = EngineResponses(
         uids=batch.rows["uid"].numpy(),
-        lengths=(batch.lengths - batch.rows["prompt_length"]).numpy(),
+        lengths=counts_in(batch.tokens["response_mask"], batch.lengths).numpy(),
         limit=generated.limit,
         finished=batch.rows["finished"].bool().numpy(),
         token_ids=column(batch.tokens["input_ids"]),

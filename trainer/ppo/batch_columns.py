@@ -34,7 +34,6 @@ def advantage_inputs(batch: Batch, rewards: Tensor, config: AlgorithmConfig) -> 
         token_rewards=rewards,
         response_mask=tokens["response_mask"],
         lengths=batch.lengths,
-        prompt_lengths=rows["prompt_length"],
         uid=rows["group"],
         values=tokens.get("values"),
         # A terminated response has no future; only a truncated one is bootstrapped with the critic's value.

@@ -267,15 +267,17 @@ class Loop:
         return Batch(batch.lengths, tokens=columns)
 
     def loss_mask(self, batch: Batch) -> Batch:
-        """Restrict response_mask to the tokens that the losses train on, and add entropy_mask.
+        """Restrict response_mask to the tokens that the losses train on; sampled_mask keeps what it was. Add entropy_mask.
 
         Excludes rejected tokens, and truncated responses if algorithm.truncated_answers=mask. Advantages were computed over the
         complete responses, so the reward of a rejected token still reaches the tokens before it.
         """
-        mask = batch.tokens.get("kept_mask", batch.tokens["response_mask"])
+        sampled = batch.tokens["response_mask"]
+        mask = batch.tokens.get("kept_mask", sampled)
         if self.config.algorithm.truncated_answers == "mask":
             mask = mask * batch.rows["finished"].bool()[batch.segment_ids()]
-        return Batch(batch.lengths, tokens={"response_mask": mask, "entropy_mask": entropy_mask(mask)})
+        columns = {"response_mask": mask, "sampled_mask": sampled, "entropy_mask": entropy_mask(mask)}
+        return Batch(batch.lengths, tokens=columns)
 
     def update(self, step: int, batch: Batch) -> None:
         """Update critic and actor; the actor is frozen for the first trainer.critic_warmup steps."""

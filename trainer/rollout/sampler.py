@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from configs.schema.ppo import RewardConfig
-from trainer.algorithms.segments import sum_by
+from trainer.algorithms.segments import counts_in, last_in, sum_by
 from trainer.cluster.watchdog import Watchdog
 from trainer.data.dataset import Prompt, PromptStream
 from trainer.resilience.rollback import Rollbacks
@@ -104,7 +104,7 @@ class Sampler:
 
         Rows whose reward failed are dropped. Columns in addition to those of ``finish_scoring``:
 
-        tokens: token_level_scores (T,), the shaped reward at the last token, except for rewards that models give to other tokens.
+        tokens: token_level_scores (T,), the shaped reward at the last sampled token, except for rewards of models at others.
         rows: reward (shaped), baseline (with_baselines).
         meta: metrics (reward/failed*, reward/timed_out_share, training/filter_groups/*), generated_tokens (of all rounds).
 
@@ -172,8 +172,7 @@ class Sampler:
 
     def with_penalties(self, batch: Batch) -> Batch:
         """Add rows reward (score plus penalties) and, with_baselines, baseline (of the greedy response, which is removed)."""
-        trained = sum_by(batch.tokens["response_mask"], batch.segment_ids(), len(batch))
-        penalty = overlong_penalty(trained, self.reward.reward_kwargs)
+        penalty = overlong_penalty(counts_in(batch.tokens["response_mask"], batch.lengths), self.reward.reward_kwargs)
         if self.reward.reward_kwargs.overlong_buffer_cfg.log:
             batch.objects["reward_extra"] = [
                 extra | {"overlong_reward": value, "overlong": float(value < 0)}
@@ -234,8 +233,9 @@ class Sampler:
 
         Returns a batch with these columns:
         tokens: input_ids, response_mask, rollout_log_probs, weight_version; model_rewards if a model scores single tokens.
-        rows: uid, group, sample, prompt_length, score, finished, reward_failed. group: the prompt's ordinal; for prompts that are
-            not from a PromptStream, the index in ``prompts``.
+        rows: uid, group, sample, trajectory, part, prompt_length, score, finished, reward_failed. group: the prompt's ordinal;
+            for prompts that are not from a PromptStream, the index in ``prompts``. trajectory: number of the response in the run,
+            as in GroupBuffer; part: of its rows.
         objects: prompt, response, ground_truth, data_source, reward_extra, reward_error.
         """
         with phases("reward"), self.watchdog.own("reward", "scoring", f"{len(asked)} answers"):
@@ -258,12 +258,15 @@ class Sampler:
         ordinals = torch.tensor([prompt.ordinal for prompt in asked])
         # Responses to a prompt are adjacent, from sample 0.
         indices = (torch.tensor(samples) == 0).cumsum(0) - 1
+        groups = torch.where(ordinals < 0, indices, ordinals)
         self.failures.add(step, "training" if trains else "validation", scores)
         score = torch.tensor([0.0 if item.value is None else item.value for item in scores])
         batch.rows |= {
             "uid": torch.tensor([prompt.uid for prompt in asked]),
-            "group": torch.where(ordinals < 0, indices, ordinals),
+            "group": groups,
             "sample": torch.tensor(samples),
+            "trajectory": groups * (n + (trains and self.with_baselines)) + torch.tensor(samples),
+            "part": torch.zeros_like(groups),
             "score": score,
             "reward_failed": torch.tensor([item.value is None for item in scores]),
         }
@@ -308,10 +311,14 @@ class Sampler:
 
 
 def token_rewards(batch: Batch, reward: Tensor) -> Tensor:
-    """Distribute ``reward`` (B,) over tokens (T,): model_rewards at their tokens, the remainder at the last token of each row."""
+    """Distribute ``reward`` (B,) over tokens (T,): model_rewards at their tokens, the remainder at the last sampled token.
+
+    The last token of a row may be an observation, whose reward no estimator that works by token would read.
+    """
     # The remainder keeps each row's sum equal to its reward, whatever penalties and shaping have changed since scoring.
     found = batch.tokens.get("model_rewards", torch.zeros(batch.total_tokens)).clone()
-    found[batch.offsets[1:] - 1] += reward - sum_by(found, batch.segment_ids(), len(batch)).float()
+    last = batch.offsets[:-1] + last_in(batch.tokens["response_mask"], batch.lengths)
+    found[last] += reward - sum_by(found, batch.segment_ids(), len(batch)).float()
     return found
 
 

@@ -17,7 +17,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from trainer.algorithms.segments import group_ids, sum_by
+from trainer.algorithms.segments import counts_in, first_in, group_ids, sum_by
 from trainer.run.timing import WHOLE_STEP, Phases
 from workers.batch import Batch
 
@@ -30,21 +30,24 @@ UNNAMED = "prompts"
 def data_metrics(batch: Batch, max_prompt_length: int) -> dict[str, float]:
     """Statistics of scores, rewards, advantages, returns, values and lengths of a step.
 
-    batch: tokens response_mask, token_level_rewards (after any KL penalty), advantages, returns, and values if there is a critic;
-    rows group, score, prompt_length, finished (1: stopped, 0: truncated at the length limit).
+    batch: tokens response_mask, sampled_mask, token_level_rewards (after any KL penalty), advantages, returns, and values if
+    there is a critic; rows group, score, finished (1: stopped, 0: truncated at the length limit).
+
+    ``response_length`` counts sampled tokens, also those that the loss excludes; ``prompt_length`` the tokens before the first.
 
     ``response_length/clip_ratio`` is the fraction of truncated responses. ``prompt_length/clip_ratio`` is the fraction of prompts
     of at least ``max_prompt_length`` tokens. ``training/zero_signal_groups`` is the fraction of groups without any trained token
     that has a non-zero advantage.
     """
     mask = batch.tokens["response_mask"].bool()
-    prompts = batch.rows["prompt_length"].double()
+    sampled = batch.tokens["sampled_mask"]
+    prompts = first_in(sampled, batch.lengths).double()
     metrics = (
         _spread("critic/score", batch.rows["score"])
         | _spread("critic/rewards", sum_by(batch.tokens["token_level_rewards"], batch.segment_ids(), len(batch)))
         | _spread("critic/advantages", batch.tokens["advantages"][mask])
         | _spread("critic/returns", batch.tokens["returns"][mask])
-        | _spread("response_length", batch.lengths - batch.rows["prompt_length"])
+        | _spread("response_length", counts_in(sampled, batch.lengths))
         | _spread("prompt_length", prompts)
     )
     metrics["response_length/clip_ratio"] = float((batch.rows["finished"] == 0).double().mean())

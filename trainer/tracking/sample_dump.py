@@ -12,6 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from torch import Tensor
 
+from trainer.algorithms.segments import counts_in
 from trainer.run.logger import Sample
 from trainer.run.run_dir import rollouts_file
 from workers.batch import Batch
@@ -40,7 +41,7 @@ def first_samples(batch: Batch, n: int) -> list[Sample]:
 def write_dump(directory: Path, step: int, batch: Batch, left_out: Sequence[Batch] = ()) -> Path:
     """Write all rows to ``step_<N>.parquet``, followed by those that were left out of the step. The file is complete or absent.
 
-    Columns: step, response_length and finish_reason (from rows prompt_length and finished), then every entry of ``rows``
+    Columns: step, response_length (tokens in response_mask) and finish_reason (from rows finished), then every entry of ``rows``
     (numbers) and ``objects`` (text; other values as JSON; None as null) under its own name. score and reward are null where
     reward_failed is set.
     """
@@ -57,7 +58,7 @@ def _table(step: int, batch: Batch) -> pa.Table:
     failed = batch.rows["reward_failed"].numpy()
     columns: dict[str, pa.Array] = {
         "step": pa.array([step] * len(batch), pa.int64()),
-        "response_length": pa.array((batch.lengths - batch.rows["prompt_length"]).tolist(), pa.int64()),
+        "response_length": pa.array(counts_in(batch.tokens["response_mask"], batch.lengths).tolist(), pa.int64()),
         "finish_reason": pa.array(["stop" if done else "length" for done in batch.rows["finished"].tolist()], pa.string()),
     }
     # A failed reward is stored as score 0 in the batch; null keeps it out of a mean over the column.

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from trainer.algorithms.segments import first_in
 from trainer.cluster.remote import RemoteModel
 from trainer.run.run_dir import ANSWERS, GLOBAL_STEP, LineWriter, json_line
 from trainer.tracking.sample_dump import text_of
@@ -47,17 +48,17 @@ class ResponseLog:
     def record(self, step: int, batch: Batch, actor: RemoteModel) -> None:
         """Dump rows of the step, if it is one of those that are kept. Called before the update, which changes the log-probs.
 
-        batch: tokens input_ids, response_mask, rollout_log_probs, advantages, and old_log_probs unless ``forwards``; rows uid,
-        score, prompt_length; objects prompt, ground_truth.
+        batch: tokens input_ids, sampled_mask, rollout_log_probs, advantages, and old_log_probs unless ``forwards``; rows uid,
+        trajectory, part, score; objects prompt, ground_truth.
         """
         if step % self._every and step != self._total_steps:
             return
         # At least one row per data-parallel rank for the forward pass; only KEPT_ROWS of them are written.
         few = batch.select(spread(batch.rows["score"], max(KEPT_ROWS, len(actor.mesh.output_ranks))))
         if self._forwards:
-            # All response tokens: response_mask leaves out tool output and other tokens that are not trained.
-            written = few.positions() >= torch.repeat_interleave(few.rows["prompt_length"], few.lengths)
-            trainers = actor.forward(few.with_tokens(response_mask=written.float()), ["log_probs"]).tokens["log_probs"]
+            # All sampled tokens, also those that the loss excludes. Those observed between them have 0, as in rollout_log_probs.
+            sampled = few.with_tokens(response_mask=few.tokens["sampled_mask"])
+            trainers = actor.forward(sampled, ["log_probs"]).tokens["log_probs"]
         else:
             trainers = few.tokens["old_log_probs"]
         lines = [
@@ -71,10 +72,13 @@ class ResponseLog:
     def _entry(self, batch: Batch, row: int, trainers: Tensor) -> dict[str, Any]:
         """One row as JSON. trainers (T,): the trainer's log-probs."""
         start, end = batch.offsets[row : row + 2].tolist()
-        start += int(batch.rows["prompt_length"][row])
+        start += int(first_in(batch.tokens["sampled_mask"], batch.lengths)[row])
         cut = slice(start, min(end, start + KEPT_TOKENS))
         return {
             "uid": int(batch.rows["uid"][row]),
+            # With these two the row is found in the step's parquet file.
+            "trajectory": int(batch.rows["trajectory"][row]),
+            "part": int(batch.rows["part"][row]),
             "prompt": batch.objects["prompt"][row],
             "ground_truth": text_of(batch.objects["ground_truth"][row]),
             "score": float(batch.rows["score"][row]),

@@ -9,6 +9,7 @@ import torch
 
 import trainer.rollout.remote_rollout as remote_rollout
 from scripts.bench.rollout_flow import Settings, SimulatedEngine, Simulation, main
+from trainer.algorithms.segments import counts_in
 from workers.batch import Batch
 from workers.controller.group import WorkerInfo
 from workers.controller.local_backend import LocalBackend
@@ -51,7 +52,8 @@ def test_ordinals_are_taken_once_and_unfinished_groups_have_less_than_the_maximu
             batch = run.step()
             uids, samples = batch.rows["uid"].tolist(), batch.rows["sample"].tolist()
             expected = [min(settings.response_length(*of), settings.max_tokens) for of in zip(uids, samples, strict=True)]
-            assert (batch.lengths - batch.rows["prompt_length"]).tolist() == expected, "interruptions do not change a response"
+            lengths = counts_in(batch.tokens["response_mask"], batch.lengths)
+            assert lengths.tolist() == expected, "interruptions do not change a response"
             taken += dict.fromkeys(uids)
             drawn = run.stream.drawn * settings.prompts + run.stream.taken
             assert sorted(taken + run.buffer.arrays()["ordinal"].tolist()) == list(range(drawn))
@@ -65,7 +67,7 @@ def test_modes_sample_the_same_responses(tmp_path: Path) -> None:
     ordinals, samples = batch.rows["uid"].tolist(), batch.rows["sample"].tolist()
     assert (ordinals, samples) == ([i for i in range(8) for _ in range(8)], list(range(8)) * 8)
     expected = [min(SMALL.response_length(*of), SMALL.max_tokens) for of in zip(ordinals, samples, strict=True)]
-    assert (batch.lengths - batch.rows["prompt_length"]).tolist() == expected
+    assert counts_in(batch.tokens["response_mask"], batch.lengths).tolist() == expected
     assert batch.rows["finished"].tolist() == [
         int(SMALL.response_length(*of) <= 256) for of in zip(ordinals, samples, strict=True)
     ]

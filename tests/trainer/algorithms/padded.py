@@ -66,7 +66,6 @@ def advantages(
         token_rewards=token_rewards_BR.flatten(),
         response_mask=_flat_mask(mask_BR, token_rewards_BR),
         lengths=_lengths(mask_BR),
-        prompt_lengths=torch.zeros(len(mask_BR), dtype=torch.int64),
         uid=torch.tensor(_numbered(group_ids_B), dtype=torch.int64),
         values=_flat(values_BR),
         last_value=columns["last_value_B"],

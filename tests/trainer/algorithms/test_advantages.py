@@ -27,7 +27,6 @@ def ragged(seed: int, n: int = 6) -> AdvantageInputs:
         token_rewards=torch.randn(total, generator=g) * mask,
         response_mask=mask,
         lengths=lengths,
-        prompt_lengths=torch.zeros_like(lengths),
         uid=torch.randint(0, 3, (n,), generator=g),
         values=torch.randn(total, generator=g),
     )
@@ -66,7 +65,6 @@ def scores_in_groups(groups: list[list[float]]) -> AdvantageInputs:
         token_rewards=torch.tensor([x for _, score in flat for x in (0.0, 0.0, 0.0, 0.0, score)]),
         response_mask=torch.tensor([0.0, 0.0, 1.0, 1.0, 1.0]).repeat(len(flat)),
         lengths=torch.full((len(flat),), 5),
-        prompt_lengths=torch.full((len(flat),), 2),
         uid=torch.tensor([7 * uid + 3 for uid, _ in flat]),
     )
 

@@ -103,6 +103,7 @@ class Verl:
         if name == "remax":
             given["reward_baselines"] = b["baselines"]
         if name == "optimal_token_baseline":
+            name = "tir_optimal_token_baseline"  # positions among the trained tokens; the other one counts those between them
             given |= {"old_log_probs": b["old_log_probs"], "sum_pi_squared": b["sum_pi_squared"]}
             given["rollout_is_weights"] = b["is_weights"] if options else None
             options = {}

@@ -30,7 +30,9 @@ def mini_batch() -> Batch:
     """A mini-batch of 41 tokens, one of its columns two-dimensional."""
     batch = toy_batch([20, 15, 6])
     wide = torch.randn(41, 7)
-    return batch.with_tokens(wide=wide).with_rows(uid=torch.tensor([5, 5, 9]), group=torch.tensor([8, 8, 10]))
+    return batch.with_tokens(wide=wide).with_rows(
+        uid=torch.tensor([5, 5, 9]), group=torch.tensor([8, 8, 10]), trajectory=torch.arange(3)
+    )
 
 
 def test_configuration_without_files_has_no_stream() -> None:
@@ -56,6 +58,8 @@ def test_mini_batch_is_unchanged_and_appended_rows_are_marked(tmp_path: Path) ->
     assert not policy.tokens["ptx"].any() and texts.tokens["ptx"].all() and mixed.meta == batch.meta
     mask, weight = texts.tokens["response_mask"], texts.tokens["loss_weight"]
     assert float(weight.sum()) == pytest.approx(0.3) and weight[mask.bool()].unique().numel() == 1 and not weight[mask == 0].any()
+    assert set(texts.rows) == {"uid", "group", "trajectory"}
+    assert all((column < 0).all() and len(column.unique()) == len(texts) for column in texts.rows.values()), "of no response"
     assert 0 < mask.sum() < texts.total_tokens and not texts.tokens["wide"].any() and not texts.tokens["advantages"].any()
 
 

@@ -24,7 +24,6 @@ def test_groups_with_the_same_prompt_have_baselines_of_their_own() -> None:
     """One data row is in the batch twice, from two epochs."""
     batch = numbered([1] * 6).with_tokens(response_mask=torch.ones(6))
     batch = batch.with_rows(uid=torch.tensor([4, 4, 4, 4, 9, 9]), group=torch.tensor([30, 30, 12, 12, 13, 13]))
-    batch = batch.with_rows(prompt_length=torch.zeros(6, dtype=torch.int64))
     batch.objects["reward_extra"] = [{}] * 6
     config = compose("ppo_trainer", PPOConfig, ["algorithm.norm_adv_by_std_in_grpo=false"]).algorithm
     inputs = advantage_inputs(batch, torch.tensor([0.0, 2.0, 10.0, 20.0, 5.0, 5.0]), config)

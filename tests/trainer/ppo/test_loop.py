@@ -139,9 +139,7 @@ def test_advantages_are_whitened_by_group_where_a_prompt_is_in_the_batch_twice()
     batch = numbered([1] * 8).with_tokens(
         response_mask=torch.ones(8), token_level_scores=torch.tensor([0.0, 0.0, 0.0, 4.0, 1.0, 1.0, 1.0, 2.0])
     )
-    batch = batch.with_rows(
-        uid=torch.full((8,), 4), group=torch.arange(8) // 4 + 6, prompt_length=torch.zeros(8, dtype=torch.int64)
-    )
+    batch = batch.with_rows(uid=torch.full((8,), 4), group=torch.arange(8) // 4 + 6)
     batch.objects["reward_extra"] = [{}] * 8
     config = compose("ppo_trainer", PPOConfig, ["algorithm.adv_estimator=reinforce", "algorithm.whiten_advantages=group"])
     loop = SimpleNamespace(config=config, trainer=SimpleNamespace(phases=Phases()))

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from configs.compose import compose
 from configs.schema.ppo import FilterGroupsConfig, PPOConfig
 from tests.trainer.watchdogs import watchdog
+from trainer.algorithms.segments import sum_by
 from trainer.data.dataset import Prompt, PromptStream
 from trainer.data.order import DataOrder
 from trainer.resilience.rollback import Rollbacks
@@ -23,7 +24,7 @@ from trainer.rewards.scoring import Failures
 from trainer.rewards.shaping import RunningMoments, Shaping
 from trainer.rollout.policies import FilteredRounds, OneRound
 from trainer.rollout.responses import decode_responses, join_responses
-from trainer.rollout.sampler import Sampler
+from trainer.rollout.sampler import Sampler, token_rewards
 from trainer.run.timing import Phases
 from workers.batch import Batch
 from workers.rollout.base import Sampling
@@ -306,6 +307,8 @@ def test_next_pass_resamples_dropped_prompts_with_new_seeds_and_skips_kept_ones(
     assert case.engine.uids == [[0, 1, 2, 3], [1, 3]]
     assert batch.rows["uid"].tolist() == [0] * 4 + [2] * 4 + [1] * 4, "in the order in which they were sampled"
     assert batch.rows["group"].tolist() == [0] * 4 + [2] * 4 + [5] * 4, "the second time the prompt is another group"
+    ids = [group * N + sample for group in (0, 2, 5) for sample in range(N)]
+    assert batch.rows["trajectory"].tolist() == ids and not batch.rows["part"].any()
     first, again = case.engine.asked
     asked_again = first.tokens["input_ids"] == 1
     assert not set(first.rows["seed"][asked_again].tolist()) & set(again.rows["seed"].tolist())
@@ -458,6 +461,25 @@ def test_shaped_rewards_are_trained_on_and_the_score_stays() -> None:
     assert batch.objects["reward_extra"][1] == {"twice": 2.0, "overlong_reward": pytest.approx(penalty), "overlong": 1.0}
 
 
+@given(st.lists(st.tuples(st.integers(1, 4), st.integers(0, 5)), min_size=1, max_size=6), st.integers(0, 10**6))
+def test_single_turn_rewards_are_at_the_last_token_of_each_row(shapes: list[tuple[int, int]], seed: int) -> None:
+    generator, (prompts, responses) = torch.Generator().manual_seed(seed), torch.tensor(shapes).T
+    batch = Batch(prompts + responses)
+    mask = (batch.positions() >= torch.repeat_interleave(prompts, batch.lengths)).float()
+    of_models = torch.randn(batch.total_tokens, generator=generator) * mask
+    batch = batch.with_tokens(response_mask=mask, model_rewards=of_models)
+    reward, expected = torch.randn(len(batch), generator=generator), of_models.clone()
+    expected[batch.offsets[1:] - 1] += reward - sum_by(of_models, batch.segment_ids(), len(batch)).float()
+    assert torch.equal(token_rewards(batch, reward), expected)
+
+
+def test_reward_of_a_row_that_ends_with_an_observation_is_at_its_last_sampled_token() -> None:
+    mask = torch.tensor([int(mark) for mark in "01101010000"]).float()
+    batch = Batch(torch.tensor([5, 4, 2]), tokens={"response_mask": mask})
+    rows = Batch(batch.lengths, {"found": token_rewards(batch, torch.tensor([1.0, 2.0, 3.0]))}).split_rows("found")
+    assert [row.tolist() for row in rows] == [[0.0, 0.0, 0.0, 0.0, 1.0], [0.0, 2.0, 0.0, 0.0], [0.0, 3.0]]
+
+
 def test_truncated_response_is_penalized_at_its_last_token() -> None:
     """Before clipping, added to the overlong penalty, in training only; the score stays; a greedy baseline is penalized too."""
     overrides = ("missing_eos_penalty=0.7", *OVERLONG[:4], "shaping.clip=[-0.9,2.0]")
@@ -488,6 +510,8 @@ def test_each_row_has_the_reward_of_its_prompts_greedy_response() -> None:
     (asked,) = case.engine.asked
     assert asked.rows["greedy"].tolist() == [False, False, False, False, True] * 3, "in one call with the samples"
     assert batch.rows["uid"].tolist() == [0] * 4 + [1] * 4 + [2] * 3 and batch.rows["sample"].tolist()[:4] == [0, 1, 2, 3]
+    ids = [group * (N + 1) + sample for group in range(3) for sample in range(N)]
+    assert batch.rows["trajectory"].tolist() == [id for id in ids if id != 2 * (N + 1) + 1], "the greedy ones have numbers too"
     assert batch.rows["baseline"].tolist() == [0.5] * 4 + [1.0] * 4 + [0.5] * 3
     assert batch.rows["score"].tolist() == [0.0, 1.0, 0.0, 1.0] + [1.0] * 4 + [0.0, 0.0, 1.0]
     assert batch.meta["generated_tokens"] == 3 * (N + 1) * 3

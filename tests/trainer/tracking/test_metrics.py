@@ -24,18 +24,19 @@ PROMPTS = [2, 1, 4, 1]
 
 
 def make_batch() -> Batch:
-    """Four rows; the third response has a hole in its mask (tool text), the fourth is truncated."""
+    """Four rows; the third response has an observation, and a sampled token that was rejected, the fourth is truncated."""
     generator = torch.Generator().manual_seed(0)
     total = sum(LENGTHS)
     mask = torch.cat([(torch.arange(length) >= prompt).float() for length, prompt in zip(LENGTHS, PROMPTS, strict=True)])
     mask[5 + 3 + 5] = 0
+    sampled = mask.clone()
+    mask[5 + 3 + 7] = 0
     names = ("advantages", "returns", "values", "token_level_rewards", "old_log_probs", "rollout_log_probs")
     columns = {name: torch.randn(total, generator=generator) for name in names}
     return Batch(
         lengths=torch.tensor(LENGTHS),
-        tokens=columns | {"response_mask": mask},
+        tokens=columns | {"response_mask": mask, "sampled_mask": sampled},
         rows={
-            "prompt_length": torch.tensor(PROMPTS),
             "score": torch.tensor([1.0, 0.0, 0.5, 0.0]),
             "finished": torch.tensor([1, 1, 1, 0]),
             "group": torch.tensor([7, 3, 7, 5]),
@@ -58,7 +59,7 @@ def test_metrics_of_a_step_equal_plain_python() -> None:
         "critic/advantages": trained(batch, "advantages"),
         "critic/returns": trained(batch, "returns"),
         "critic/values": trained(batch, "values"),
-        "response_length": [3, 2, 4, 1],
+        "response_length": [3, 2, 3, 1],
         "prompt_length": PROMPTS,
     }
     for name, values in expected.items():

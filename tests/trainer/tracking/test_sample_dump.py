@@ -10,15 +10,17 @@ from workers.batch import Batch
 
 
 def make_batch() -> Batch:
-    """Two prompts, two responses each."""
+    """Two prompts, two responses each; the last response has an observation of two tokens."""
     return Batch(
         lengths=torch.tensor([4, 5, 3, 6]),
-        tokens={"input_ids": torch.arange(18)},
+        tokens={
+            "input_ids": torch.arange(18),
+            "response_mask": torch.tensor([int(mark) for mark in "001100111011010011"]).float(),
+        },
         rows={
             "uid": torch.tensor([10, 10, 11, 11]),
             "sample": torch.tensor([0, 1, 0, 1]),
             "score": torch.tensor([1.0, 0.0, 0.25, 1.0]),
-            "prompt_length": torch.tensor([2, 2, 1, 1]),
             "finished": torch.tensor([1, 0, 1, 1]),
             "reward_failed": torch.tensor([False, False, False, True]),
         },
@@ -39,7 +41,7 @@ def test_dump_has_every_row_and_column(tmp_path: Path) -> None:
     table = pq.read_table(path).to_pydict()
     assert table["step"] == [12] * 4
     assert table["uid"] == [10, 10, 11, 11] and table["sample"] == [0, 1, 0, 1] and table["score"] == [1.0, 0.0, 0.25, None]
-    assert table["response_length"] == [2, 3, 2, 5]
+    assert table["response_length"] == [2, 3, 2, 3], "without the observation"
     assert table["finish_reason"] == ["stop", "length", "stop", "stop"]
     assert table["response"] == ["2", "«ä»\n", "<b>", ""]
     assert table["ground_truth"] == ["2", "2", "4", '[4, "vier"]']

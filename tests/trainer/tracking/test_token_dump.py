@@ -34,11 +34,12 @@ def batch_of(tokenizer: PreTrainedTokenizerFast, *answers: str) -> Batch:
         lengths=torch.tensor([len(row) for row in rows]),
         tokens={
             "input_ids": ids, "rollout_log_probs": -numbers, "old_log_probs": -numbers - 0.5, "advantages": numbers / 2,
-            "response_mask": torch.ones(len(ids)),
+            "sampled_mask": torch.cat([torch.arange(len(row)).ge(4).float() for row in rows]),
+            "response_mask": torch.zeros(len(ids)),  # all rejected
         },
         rows={
             "uid": torch.arange(len(rows)), "score": torch.arange(len(rows)).float(),
-            "prompt_length": torch.full((len(rows),), 4),
+            "trajectory": 30 + torch.arange(len(rows)), "part": torch.zeros(len(rows), dtype=torch.int64),
         },
         objects={"prompt": ["2+2="] * len(rows), "ground_truth": [{"sum": 4}] * len(rows)},
     )  # fmt: skip
@@ -48,9 +49,11 @@ class Actor:
     def __init__(self, ranks: int = 1) -> None:
         self.mesh = SimpleNamespace(output_ranks=range(ranks))
         self.asked: list[int] = []
+        self.masks: list[torch.Tensor] = []
 
     def forward(self, batch: Batch, outputs: list[str]) -> Batch:
         self.asked.append(len(batch))
+        self.masks.append(batch.tokens["response_mask"])
         return Batch(batch.lengths, tokens={"log_probs": batch.tokens["input_ids"] / 10})
 
 
@@ -67,8 +70,8 @@ def test_response_has_its_tokens_with_log_probs_of_trainer_and_engine(tokenizer:
     first, second = read_lines(tmp_path / ANSWERS)
     assert actor.asked == []
     assert first == {
-        GLOBAL_STEP: 1, "uid": 0, "prompt": "2+2=", "ground_truth": '{"sum": 4}', "score": 0.0, "length": 1,
-        "tokens": ["4"], "rollout": [-4.0], "trainer": [-4.5], "advantages": [2.0],
+        GLOBAL_STEP: 1, "uid": 0, "trajectory": 30, "part": 0, "prompt": "2+2=", "ground_truth": '{"sum": 4}',
+        "score": 0.0, "length": 1, "tokens": ["4"], "rollout": [-4.0], "trainer": [-4.5], "advantages": [2.0],
     }  # fmt: skip
     assert second["tokens"] == ["f", "ü", "", "n", "f"] and second["rollout"] == [-9.0, -10.0, -11.0, -12.0, -13.0]
 
@@ -79,6 +82,16 @@ def test_missing_log_probs_are_computed_for_the_dump(tokenizer: Any, tmp_path: P
     assert actor.asked == [10] and len(entries) == KEPT_ROWS, "at least a row per rank"
     assert all(entry["trainer"] == [pytest.approx(tokenizer.encode(entry["tokens"][0])[0] / 10)] for entry in entries)
     assert (entries[0]["score"], entries[-1]["score"]) == (0.0, 11.0)
+
+
+def test_response_begins_with_its_first_sampled_token(tokenizer: Any, tmp_path: Path) -> None:
+    """An observation, here the second and the last letter, is shown; it has no log-prob to be computed."""
+    batch = batch_of(tokenizer, "abcd")
+    batch.tokens["sampled_mask"][torch.tensor([5, 7])] = 0.0
+    actor = keep(tmp_path, tokenizer, batch, 1, total=1, forwards=True)
+    (entry,) = read_lines(tmp_path / ANSWERS)
+    assert entry["tokens"] == list("abcd") and entry["length"] == 4
+    assert torch.equal(actor.masks[0], batch.tokens["sampled_mask"]), "also of those that the loss excludes"
 
 
 def test_log_probs_are_computed_in_at_most_a_tenth_of_the_steps(tokenizer: Any, tmp_path: Path) -> None:

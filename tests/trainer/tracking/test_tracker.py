@@ -18,8 +18,8 @@ from workers.batch import Batch
 CONFIG = {"trainer": {"project_name": "p", "logger": ["console"]}, "ray_kwargs": {"env": {"HF_TOKEN": "s3cret"}}}
 
 KINDS = ("parquet", "safetensors")
-ROWS = {"prompt_length": torch.tensor([1]), "finished": torch.tensor([1]), "reward_failed": torch.tensor([False])}
-ROW = Batch(torch.tensor([2]), rows=ROWS)
+ROWS = {"finished": torch.tensor([1]), "reward_failed": torch.tensor([False])}
+ROW = Batch(torch.tensor([2]), tokens={"response_mask": torch.tensor([0.0, 1.0])}, rows=ROWS)
 
 
 def track(run_dir: Path, *loggers: str, **options: Any) -> Tracker:
