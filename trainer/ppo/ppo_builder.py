@@ -414,10 +414,11 @@ class Assembly:
             options: dict[str, Any] = {"oversubmit": config.async_training.oversubmit, "max_age": config.async_training.max_age}
             if filters.enable:
                 # A prompt in flight is not drawn again, so a batch needs as many prompts.
-                if (of_epoch := prompts.rounds_per_epoch * prompts.order.batch_size) < groups:
+                size, count = prompts.order.batch_size, prompts.rounds_per_epoch
+                if size * count < groups:
                     raise ValueError(
-                        f"data.gen_batch_size={prompts.order.batch_size}: an epoch has {of_epoch} prompts in whole rounds, and with "
-                        f"async_training.mode=partial a batch needs data.train_batch_size={groups}; use gen_batch_size=null"
+                        f"data.gen_batch_size={size}: an epoch has {count} * {size} = {size * count} prompts, and a batch with "
+                        f"async_training.mode=partial needs data.train_batch_size={groups} at the same time; use null"
                     )
                 return FilteredPartialRollouts(buffer, filters, groups=groups, **options)
             return PartialRollouts(buffer, groups=groups, **options)

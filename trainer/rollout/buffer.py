@@ -146,19 +146,21 @@ class GroupBuffer:
     def choose(self, kept: Collection[int], count: int, step: int, max_age: int) -> list[int] | None:
         """Ordinals of ``count`` groups of ``kept``, by tick and ordinal; None: the step cannot end yet.
 
-        Groups come first if later steps could not take them before they exceed ``max_age``, and the step waits for them. Of groups
-        that are not in ``kept`` any may be kept later. No group exceeds ``max_age`` if at most (max_age + 1) * count are in flight:
-        let g(a) be the number of groups of age >= a that a step leaves behind. For a = max_age, ..., 1 it takes groups of age >= a
-        until g(a) <= (max_age - a) * count; without any of age >= 1 it leaves g(0) <= max_age * count. Hence the next step begins
-        with g(a - 1) <= (max_age - a + 1) * count groups of age >= a, ``count`` of them suffice for the same bounds, and g(max_age)
-        is 0 after every step.
+        Groups come first if later steps could not take them before they exceed ``max_age``, and the step waits for them. Other
+        groups than those of ``kept`` count, because they may be kept later.
+
+        No group exceeds ``max_age`` if at most (max_age + 1) * count are in flight. Proof: let g(a) be the number of groups of
+        age >= a. Every step leaves g(a) <= (max_age - a) * count behind: for a = 0 by the bound, for a = max_age, ..., 1 because
+        it takes groups of age >= a until that holds. The next step begins with g(a + 1) <= (max_age - a) * count, so ``count``
+        groups suffice. For a = max_age no group is left.
         """
         age = {ordinal: step - group.step for ordinal, group in self._groups.items()}
         ready = [group.ordinal for group in self.complete() if group.ordinal in kept]
         chosen: list[int] = []
         for at_least in range(max_age, 0, -1):
             left = sum(of_group >= at_least for of_group in age.values()) - len(chosen)
-            due = max(0, left - (max_age - at_least) * count)
+            # At most ``count``, also after a resume with a smaller max_age.
+            due = min(max(0, left - (max_age - at_least) * count), count - len(chosen))
             late = [ordinal for ordinal in ready if age[ordinal] >= at_least and ordinal not in chosen]
             if len(late) < due:
                 return None

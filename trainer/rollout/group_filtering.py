@@ -110,9 +110,9 @@ class Tally:
         count = self.verdicts
         raise ValueError(
             f"step {step}: algorithm.filter_groups kept {count['kept']} of the {self.wanted} groups that the batch needs "
-            f"(data.train_batch_size) in {float(self.rounds):g} rounds, and {reason}: of {count.total()} groups {count['low']} were all "
-            f"wrong (every answer {self.config.metric or 'score'} <= 0), {count['high']} all right, {count['failed']} lost their "
-            f"answers to failed rewards; {advice}take prompts that the model solves now and then, or raise rollout.n"
+            f"(data.train_batch_size) in {float(self.rounds):g} rounds, and {reason}: of {count.total()} groups {count['low']} "
+            f"were all wrong (every answer {self.config.metric or 'score'} <= 0), {count['high']} all right, {count['failed']} "
+            f"lost their answers to failed rewards; {advice}take prompts that the model solves now and then, or raise rollout.n"
         )
 
     def metrics(self) -> dict[str, float]:

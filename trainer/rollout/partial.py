@@ -140,17 +140,15 @@ class PartialRollouts:
 class FilteredPartialRollouts(PartialRollouts):
     """Partial rollouts with dynamic sampling: batches of the first groups that are complete and kept (group_filtering.py).
 
-    Verdicts take effect at ticks, so that a scorer's speed changes nothing: groups that end in a tick are scored while the engines
-    generate the next one, and judged at its end, which waits for late scores. A dropped group leaves the buffer and another prompt is
-    admitted. Kept groups beyond the batch wait for the next step, where they are scored and judged again: a checkpoint has no scores,
-    and a run that is not resumed must do the same.
+    Verdicts take effect at ticks, so that a scorer's speed changes nothing: groups that end in a tick are scored while the
+    engines generate the next one, and judged at its end, which waits for late scores. Dropped groups leave the buffer, and other
+    prompts are admitted. Kept groups beyond the batch wait for the next step, which scores and judges them again: a checkpoint
+    has no scores, and a run that is not resumed does the same.
     """
 
     selects_groups = True
 
-    def __init__(
-        self, buffer: GroupBuffer, filters: FilterGroupsConfig, *, groups: int, oversubmit: float, max_age: int
-    ) -> None:
+    def __init__(self, buffer: GroupBuffer, filters: FilterGroupsConfig, *, groups: int, oversubmit: float, max_age: int) -> None:
         super().__init__(buffer, groups=groups, oversubmit=oversubmit, max_age=max_age)
         self.filters = filters
 

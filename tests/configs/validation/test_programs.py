@@ -139,7 +139,8 @@ def test_defaults_and_quick_start_have_no_errors_or_notes() -> None:
             ],
             [
                 "async_training.mode=partial: with algorithm.filter_groups.enable=true groups are scored while others are "
-                "generated, but the reward model is on the GPUs of the rollout engine; use placement.layout=split, or servers (urls)"
+                "generated, but the reward model is on the GPUs of the rollout engine; use placement.layout=split, or servers "
+                "(urls)"
             ],
         ),
         (

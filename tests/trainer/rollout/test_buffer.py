@@ -104,6 +104,7 @@ def test_groups_that_no_later_step_could_take_in_time_come_first_and_are_waited_
     assert buffer.choose({1, 3, 4}, 2, step=3, max_age=2) is None, "and has no verdict"
     assert buffer.choose({0, 1, 3, 4}, 2, step=3, max_age=2) == [0, 1], "not 4, the first: then 1, 2 and 3 would be late together"
     assert buffer.choose({0, 4}, 2, step=3, max_age=2) is None
+    assert buffer.choose({0, 1, 3, 4}, 2, step=3, max_age=1) == [1, 3], "a smaller max_age, which three groups exceed or reach"
     assert [group.ordinal for group in buffer.remove([3, 0])] == [3, 0] and 3 not in buffer and buffer.uids == {1, 2, 4}
     assert buffer.choose({1, 4}, 2, step=3, max_age=2) == [4, 1] and buffer.choose({1, 4}, 3, step=3, max_age=2) is None
 

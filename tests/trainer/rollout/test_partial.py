@@ -26,7 +26,7 @@ TICK = 4  # tokens of a response in a tick
 
 @dataclass
 class Engine:
-    """Generates ``slots`` requests at the same time. The seed of a request determines its response, mean a fifth of ``longest``."""
+    """Generates ``slots`` requests at the same time. The seed of a request determines its response."""
 
     slots: int
     longest: int = 24
@@ -136,9 +136,7 @@ class Run:
     step: int = 0
 
     def __post_init__(self) -> None:
-        prompts = [
-            Prompt(uid, (uid,), str(uid), "source", kind, {"uid": uid}, str(uid)) for uid, kind in enumerate(self.kinds)
-        ]
+        prompts = [Prompt(uid, (uid,), str(uid), "source", kind, {"uid": uid}, str(uid)) for uid, kind in enumerate(self.kinds)]
         order = DataOrder(len(prompts), self.per_round or self.groups, seed=0, shuffle=True)
         self.stream = PromptStream(cast(Any, prompts), order)
         self.buffer = Buffer(self.case.sampler.n + self.with_baselines, self.stream.prompt)
@@ -289,7 +287,9 @@ def test_failed_rewards_end_the_run_after_a_round_without_any_score(case: Case) 
 
 
 def test_hopeless_data_ends_the_run_with_the_counts(case: Case) -> None:
-    with pytest.raises(ValueError, match=r"kept 0 of the 3 .* in [0-9.]+ rounds, and [2-9][0-9.]* rounds, a whole pass .*kept none"):
+    with pytest.raises(
+        ValueError, match=r"kept 0 of the 3 .* in [0-9.]+ rounds, and [2-9][0-9.]* rounds, a whole pass .*kept none"
+    ):
         Run(case, ["low", "high"] * 3).next_batch()
     run = Run(case, ["mixed", "mixed", *["low"] * 400], groups=3, cap=4)
     with pytest.raises(ValueError, match=r"in [45][0-9.]* rounds, and algorithm.filter_groups.max_num_gen_batches=4 is reached"):
@@ -304,4 +304,3 @@ def test_dropped_prompt_is_drawn_again_with_other_seeds(case: Case) -> None:
     (low,) = [group for group in run.buffer.removed if group.prompt.uid == 2 and group.ordinal not in groups_of(batch)]
     (kept,) = [group for group in run.buffer.removed if group.prompt.uid == 2 and group is not low]
     assert not {one.seed for one in low.responses} & {one.seed for one in kept.responses}
-
