@@ -282,8 +282,10 @@ def test_groups_whose_rewards_failed_are_dropped_and_others_lack_only_these_rows
 def test_failed_rewards_end_the_run_after_a_round_without_any_score(case: Case) -> None:
     with pytest.raises(ValueError, match=r"rewards of the step failed; the first: KeyError"):
         Run(case, ["failed"] * 9).next_batch()
-    run = Run(case, ["failed", "failed", *["mixed"] * 4], groups=2, per_round=6)
+    run = Run(case, [*["failed"] * 32, *["mixed"] * 8], groups=2, per_round=40, slots=4)
     assert len(groups_of(run.next_batch())) == 2, "less than a round"
+    first, *_ = sorted(run.buffer.removed, key=lambda group: cast(int, group.tick))
+    assert first.prompt.ground_truth == "failed", "it has no score, and was judged before all others"
 
 
 def test_hopeless_data_ends_the_run_with_the_counts(case: Case) -> None:
