@@ -14,6 +14,7 @@ from configs.schema.common import Checked, ModelConfig, ShardedConfig, is_ever
 from configs.schema.evaluation import EvaluationConfig
 from configs.schema.generation import GenerationConfig
 from configs.schema.parity import ParityConfig
+from configs.schema.placement import Placement
 from configs.schema.ppo import PPOConfig, RolloutEngineConfig, TrainerConfig, has_score
 from configs.schema.serve_reward import ServeRewardConfig
 from configs.schema.supervised import RewardModelConfig, SFTConfig, SupervisedConfig, SupervisedTrainerConfig
@@ -95,7 +96,7 @@ def check_ppo(config: PPOConfig, typed: Collection[str], *, needs_values: bool) 
         *precision_problems(_models(config, has_critic)),
         *lora_sync_problems(config.actor_rollout_ref.model, rollout),
         *_filter_problems(config),
-        *_partial_problems(config),
+        *_partial_problems(config, place),
         *reward_model_problems(
             config.reward, place.pool("reward"), config.data.max_prompt_length, config.data.max_response_length
         ),
@@ -336,7 +337,7 @@ def _filter_problems(config: PPOConfig) -> Iterator[str]:
         )
 
 
-def _partial_problems(config: PPOConfig) -> Iterator[str]:
+def _partial_problems(config: PPOConfig, place: Placement) -> Iterator[str]:
     algorithm, correction = config.algorithm, config.algorithm.rollout_correction
     if config.async_training.mode is None:
         return
@@ -346,8 +347,11 @@ def _partial_problems(config: PPOConfig) -> Iterator[str]:
             "async_training.mode=partial: responses contain tokens of earlier weights, and nothing corrects for them; set "
             "algorithm.rollout_correction.rollout_is=token (or sequence), or algorithm.rollout_correction.bypass_mode=true"
         )
-    if algorithm.filter_groups.enable:
-        yield "async_training.mode=partial: not together with algorithm.filter_groups.enable=true; remove one of them"
+    if algorithm.filter_groups.enable and "reward" in place.pool("rollout").roles:
+        yield (
+            "async_training.mode=partial: with algorithm.filter_groups.enable=true groups are scored while others are generated, "
+            "but the reward model is on the GPUs of the rollout engine; use placement.layout=split, or servers (urls)"
+        )
 
 
 def run_notes(trainer: TrainerConfig | SupervisedTrainerConfig) -> Iterator[str]:

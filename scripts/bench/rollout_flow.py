@@ -50,7 +50,7 @@ from trainer.resilience.rollback import Rollbacks
 from trainer.rewards.scoring import Failures, Response, Score
 from trainer.rewards.shaping import RunningMoments, Shaping
 from trainer.rollout.buffer import GroupBuffer
-from trainer.rollout.partial import PartialRollouts
+from trainer.rollout.partial import FilteredPartialRollouts, PartialRollouts
 from trainer.rollout.policies import FilteredRounds, OneRound
 from trainer.rollout.remote_rollout import RemoteRollout
 from trainer.rollout.sampler import BatchPolicy, Sampler
@@ -65,7 +65,7 @@ from workers.rollout.base import Sampling
 from workers.seeding import seed_of
 
 R = TypeVar("R")
-Mode = Literal["one round", "rounds", "partial"]
+Mode = Literal["one round", "rounds", "partial", "partial, filtered"]
 MAX_AGES, OVERSUBMITS = (1, 2, 3, 4, 6, 8), (1.0, 1.5, 2.0)  # of the sweep
 
 
@@ -295,12 +295,13 @@ class Simulation:
         order = DataOrder(2**40 * settings.prompts, settings.prompts, seed=0, shuffle=False)
         self.stream = PromptStream(cast(Any, NumberedPrompts(settings.prompt_tokens)), order)
         self.buffer = GroupBuffer(settings.n, self.stream.prompt)
+        filters = FilterGroupsConfig(enable=True, metric=None, max_num_gen_batches=0)
+        options: dict[str, Any] = {"oversubmit": settings.oversubmit, "max_age": settings.max_age}
         self.policies: dict[Mode, BatchPolicy] = {
             "one round": OneRound(),
-            "rounds": FilteredRounds(FilterGroupsConfig(enable=True, metric=None, max_num_gen_batches=0), settings.prompts),
-            "partial": PartialRollouts(
-                self.buffer, groups=settings.prompts, oversubmit=settings.oversubmit, max_age=settings.max_age
-            ),
+            "rounds": FilteredRounds(filters, settings.prompts),
+            "partial": PartialRollouts(self.buffer, groups=settings.prompts, **options),
+            "partial, filtered": FilteredPartialRollouts(self.buffer, filters, groups=settings.prompts, **options),
         }
         reward = reward_config()
         self.sampler = Sampler(

@@ -46,7 +46,7 @@ from trainer.rewards.rules.reward_registry import check_data_sources
 from trainer.rewards.scoring import Failures, Rewards
 from trainer.rewards.shaping import Shaping
 from trainer.rollout.buffer import GroupBuffer
-from trainer.rollout.partial import PartialRollouts
+from trainer.rollout.partial import FilteredPartialRollouts, PartialRollouts
 from trainer.rollout.policies import FilteredRounds, OneRound
 from trainer.rollout.remote_rollout import RemoteRollout
 from trainer.rollout.rollout_builder import end_tokens, rollout_spec, sampling, validation_sampling
@@ -408,15 +408,22 @@ class Assembly:
         return sampling(models.rollout, self.tokenizer, models.model, self.config.data)
 
     def batch_policy(self, prompts: PromptStream) -> BatchPolicy:
-        config, groups = self.config, self.config.data.train_batch_size
+        config, groups, filters = self.config, self.config.data.train_batch_size, self.config.algorithm.filter_groups
         if config.async_training.mode == "partial":
-            each = config.actor_rollout_ref.rollout.n + self.wants_baselines
-            options = config.async_training
-            return PartialRollouts(
-                GroupBuffer(each, prompts.prompt), groups=groups, oversubmit=options.oversubmit, max_age=options.max_age
-            )
-        if config.algorithm.filter_groups.enable:
-            return FilteredRounds(config.algorithm.filter_groups, groups)
+            buffer = GroupBuffer(config.actor_rollout_ref.rollout.n + self.wants_baselines, prompts.prompt)
+            options: dict[str, Any] = {"oversubmit": config.async_training.oversubmit, "max_age": config.async_training.max_age}
+            if filters.enable:
+                # A prompt in flight is not drawn again, so a batch needs as many prompts.
+                size, count = prompts.order.batch_size, prompts.rounds_per_epoch
+                if size * count < groups:
+                    raise ValueError(
+                        f"data.gen_batch_size={size}: an epoch has {count} * {size} = {size * count} prompts, and a batch with "
+                        f"async_training.mode=partial needs data.train_batch_size={groups} at the same time; use null"
+                    )
+                return FilteredPartialRollouts(buffer, filters, groups=groups, **options)
+            return PartialRollouts(buffer, groups=groups, **options)
+        if filters.enable:
+            return FilteredRounds(filters, groups)
         return OneRound()
 
     @property

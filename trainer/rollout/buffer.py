@@ -7,7 +7,7 @@ taken once, or it is here, and a checkpoint holds all of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -73,6 +73,14 @@ class GroupBuffer:
     def __len__(self) -> int:
         return len(self._groups)
 
+    def __contains__(self, ordinal: int) -> bool:
+        return ordinal in self._groups
+
+    @property
+    def uids(self) -> set[int]:
+        """Rows of the data that the prompts are."""
+        return {group.prompt.uid for group in self._groups.values()}
+
     @property
     def n_unfinished(self) -> int:
         """Number of groups with an unfinished response."""
@@ -135,9 +143,38 @@ class GroupBuffer:
         late = any(group.tick is None and step - group.step >= max_age for group in self._groups.values())
         return len(self) - self.n_unfinished >= count and not late
 
+    def choose(self, kept: Collection[int], count: int, step: int, max_age: int) -> list[int] | None:
+        """Ordinals of ``count`` groups of ``kept``, by tick and ordinal; None: the step cannot end yet.
+
+        Groups come first if later steps could not take them before they exceed ``max_age``, and the step waits for them. Other
+        groups than those of ``kept`` count, because they may be kept later.
+
+        No group exceeds ``max_age`` if at most (max_age + 1) * count are in flight. Proof: let g(a) be the number of groups of
+        age >= a. Every step leaves g(a) <= (max_age - a) * count behind: for a = 0 by the bound, for a = max_age, ..., 1 because
+        it takes groups of age >= a until that holds. The next step begins with g(a + 1) <= (max_age - a) * count, so ``count``
+        groups suffice. For a = max_age no group is left.
+        """
+        age = {ordinal: step - group.step for ordinal, group in self._groups.items()}
+        ready = [group.ordinal for group in self.complete() if group.ordinal in kept]
+        chosen: list[int] = []
+        for at_least in range(max_age, 0, -1):
+            left = sum(of_group >= at_least for of_group in age.values()) - len(chosen)
+            # At most ``count``, also after a resume with a smaller max_age.
+            due = min(max(0, left - (max_age - at_least) * count), count - len(chosen))
+            late = [ordinal for ordinal in ready if age[ordinal] >= at_least and ordinal not in chosen]
+            if len(late) < due:
+                return None
+            chosen += late[:due]
+        chosen += [ordinal for ordinal in ready if ordinal not in chosen][: count - len(chosen)]
+        return chosen if len(chosen) == count else None
+
+    def remove(self, ordinals: Iterable[int]) -> list[PendingGroup]:
+        """Remove groups that are trained on, or that a filter drops; returns them."""
+        return [self._groups.pop(ordinal) for ordinal in ordinals]
+
     def take(self, count: int) -> list[PendingGroup]:
         """Remove the first ``count`` complete groups; returns them."""
-        return [self._groups.pop(group.ordinal) for group in self.complete()[:count]]
+        return self.remove([group.ordinal for group in self.complete()[:count]])
 
     def arrays(self) -> dict[str, Tensor]:
         """All groups, for a checkpoint. By group: ordinal, step, tick (-1: unfinished). By response: seed, greedy, finished (-1:

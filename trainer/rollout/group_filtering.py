@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from fractions import Fraction
 from typing import Literal
 
 from configs.schema.ppo import FilterGroupsConfig
@@ -63,13 +64,16 @@ def _judge(scored: Sequence[float], n: int) -> Verdict:
 
 @dataclass(slots=True)
 class Tally:
-    """Progress of a step in filling its batch of ``wanted`` groups. idle: rounds since a group was last kept."""
+    """Progress of a step in filling its batch of ``wanted`` groups. idle: rounds since a group was last kept.
+
+    Partial rollouts judge groups as they end: their rounds are numbers of groups, divided by that of a round.
+    """
 
     config: FilterGroupsConfig
     wanted: int
     rounds_per_epoch: int
-    rounds: int = 0
-    idle: int = 0
+    rounds: Fraction = Fraction()
+    idle: Fraction = Fraction()
     verdicts: Counter[Verdict] = field(default_factory=Counter)
     total: float = 0.0
     n_values: int = 0
@@ -78,10 +82,10 @@ class Tally:
     def is_full(self) -> bool:
         return self.verdicts["kept"] >= self.wanted
 
-    def add(self, verdicts: Collection[Verdict], values: Sequence[float]) -> None:
-        """Record a round: verdicts of its groups, and metric values of its responses that have a score."""
-        self.rounds += 1
-        self.idle = 0 if "kept" in verdicts else self.idle + 1
+    def add(self, verdicts: Collection[Verdict], values: Sequence[float], rounds: Fraction = Fraction(1)) -> None:
+        """Record verdicts of groups, and metric values of their responses that have a score."""
+        self.rounds += rounds
+        self.idle = Fraction() if "kept" in verdicts else self.idle + rounds
         self.verdicts.update(verdicts)
         self.total += sum(values)
         self.n_values += len(values)
@@ -100,22 +104,22 @@ class Tally:
         if 0 < cap <= self.rounds:
             reason, advice = f"algorithm.filter_groups.max_num_gen_batches={cap} is reached", "raise it (0: no cap), "
         elif self.idle >= self.rounds_per_epoch:
-            reason, advice = f"{self.idle} rounds, a whole pass over the data, kept none", ""
+            reason, advice = f"{float(self.idle):g} rounds, a whole pass over the data, kept none", ""
         else:
             return
         count = self.verdicts
         raise ValueError(
             f"step {step}: algorithm.filter_groups kept {count['kept']} of the {self.wanted} groups that the batch needs "
-            f"(data.train_batch_size) in {self.rounds} rounds, and {reason}: of {count.total()} groups {count['low']} were all "
-            f"wrong (every answer {self.config.metric or 'score'} <= 0), {count['high']} all right, {count['failed']} lost their "
-            f"answers to failed rewards; {advice}take prompts that the model solves now and then, or raise rollout.n"
+            f"(data.train_batch_size) in {float(self.rounds):g} rounds, and {reason}: of {count.total()} groups {count['low']} "
+            f"were all wrong (every answer {self.config.metric or 'score'} <= 0), {count['high']} all right, {count['failed']} "
+            f"lost their answers to failed rewards; {advice}take prompts that the model solves now and then, or raise rollout.n"
         )
 
     def metrics(self) -> dict[str, float]:
         """Metrics training/filter_groups/*. metric_mean: over all responses with a score, before groups were dropped."""
         # Before filtering: the mean over kept groups would exclude every group that is all right or all wrong.
         count = self.verdicts
-        found: dict[str, float] = {"rounds": self.rounds, "groups": count.total(), "surplus": count["kept"] - self.wanted}
+        found: dict[str, float] = {"rounds": float(self.rounds), "groups": count.total(), "surplus": count["kept"] - self.wanted}
         found |= {f"dropped_{verdict}": count[verdict] for verdict in ("low", "high", "failed")}
         found |= {"metric_mean": self.total / self.n_values}
         return {f"training/filter_groups/{name}": float(value) for name, value in found.items()}

@@ -13,11 +13,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from fractions import Fraction
 
 import torch
 
+from configs.schema.ppo import FilterGroupsConfig
 from trainer.data.dataset import Prompt, PromptStream
 from trainer.rollout.buffer import GroupBuffer, PendingGroup
+from trainer.rollout.group_filtering import Tally
+from trainer.rollout.policies import KeptGroups
 from trainer.rollout.remote_rollout import RolloutFlow
 from trainer.rollout.responses import prompt_batch
 from trainer.rollout.sampler import Overlap, Sampler
@@ -54,20 +58,14 @@ class PartialRollouts:
                 while buffer.n_unfinished < n_unfinished and len(buffer) < (self.max_age + 1) * self.groups:
                     self._admit(flow, prompts.draw_one(), sampler, step)
                 flow.start()
-                scored += self._submit(sampler, len(scored))
-                generated += sum(buffer.add(part, ended=True) for part in flow.wait())
-                buffer.tick += 1
-            late, interrupted = flow.suspend()
-            generated += sum(buffer.add(part, ended=True) for part in late)
-            generated += sum(buffer.add(part, ended=False) for part in interrupted)
-            scored += self._submit(sampler, len(scored))
+                scored += self._submit(sampler, buffer.complete()[len(scored) : self.groups], len(scored))
+                generated += self._wait(flow)
+            generated += self._suspend(flow)
+            scored += self._submit(sampler, buffer.complete()[len(scored) : self.groups], len(scored))
         taken = buffer.take(self.groups)
-        asked = [group.prompt for group in taken for _ in group.responses]
-        samples = [sample for group in taken for sample in range(buffer.n)]
-        batch = Batch.concat(scored).with_meta({"temperature": sampler.sampling.temperature})
-        batch = sampler.finish_scoring(batch, asked, samples, phases, n=sampler.n, step=step, trains=True, overlap=overlap)
+        batch = self._scored(sampler, scored, taken, step, phases, overlap)
         metrics = self._metrics(step, taken, batch, sampler.rollout.version) | {"rollout/recomputed_tokens": float(recomputed)}
-        return sampler.scored_only(sampler.with_penalties(batch).with_meta({"generated_tokens": generated, "metrics": metrics}))
+        return sampler.scored_only(batch.with_meta({"generated_tokens": generated, "metrics": metrics}))
 
     def _resubmit(self, flow: RolloutFlow) -> int:
         """Queue all unfinished responses; returns the number of tokens that the engines compute again."""
@@ -88,14 +86,42 @@ class PartialRollouts:
         ids = self.buffer.admit(step, prompt, seeds, [sample == sampler.n for sample in range(self.buffer.n)])
         flow.admit(ids, len(prompt.prompt_ids))
 
-    def _submit(self, sampler: Sampler, done: int) -> list[Batch]:
-        """Submit complete groups of this step's batch for scoring, except the first ``done``; returns one batch for each."""
+    def _wait(self, flow: RolloutFlow) -> int:
+        """Wait for the end of the tick; returns the number of tokens of responses that ended."""
+        tokens = sum(self.buffer.add(part, ended=True) for part in flow.wait())
+        self.buffer.tick += 1
+        return tokens
+
+    def _suspend(self, flow: RolloutFlow) -> int:
+        """Take all requests from the engines; returns the number of tokens that were sampled for them."""
+        late, interrupted = flow.suspend()
+        tokens = sum(self.buffer.add(part, ended=True) for part in late)
+        return tokens + sum(self.buffer.add(part, ended=False) for part in interrupted)
+
+    def _submit(self, sampler: Sampler, groups: Sequence[PendingGroup], first: int = 0) -> list[Batch]:
+        """Submit complete groups for scoring, the first at place ``first``; returns one batch for each."""
         n, found = self.buffer.n, list[Batch]()
-        for place, group in enumerate(self.buffer.complete()[done : self.groups], start=done):
+        for place, group in enumerate(groups, first):
             asked, seeds = [group.prompt] * n, [response.seed for response in group.responses]
             questions = prompt_batch(asked, seeds, torch.tensor([response.greedy for response in group.responses]))
             found.append(sampler.submit(group.batch(range(place * n, (place + 1) * n)), questions, asked))
         return found
+
+    def _scored(
+        self,
+        sampler: Sampler,
+        submitted: Sequence[Batch],
+        groups: Sequence[PendingGroup],
+        step: int,
+        phases: Phases,
+        overlap: Overlap | None = None,
+    ) -> Batch:
+        """Wait for the scores of ``groups``, which were ``submitted``; see Sampler.finish_scoring and with_penalties."""
+        asked = [group.prompt for group in groups for _ in group.responses]
+        samples = [sample for group in groups for sample in range(self.buffer.n)]
+        batch = Batch.concat(submitted).with_meta({"temperature": sampler.sampling.temperature})
+        batch = sampler.finish_scoring(batch, asked, samples, phases, n=sampler.n, step=step, trains=True, overlap=overlap)
+        return sampler.with_penalties(batch)
 
     def _metrics(self, step: int, taken: Sequence[PendingGroup], batch: Batch, version: int) -> dict[str, float]:
         """Ages of the groups in steps since their admission, with the share of each; share of tokens sampled by older weights."""
@@ -109,3 +135,58 @@ class PartialRollouts:
             "rollout/unfinished_groups": float(self.buffer.n_unfinished),
             "rollout/waiting_groups": float(len(self.buffer) - self.buffer.n_unfinished),
         }
+
+
+class FilteredPartialRollouts(PartialRollouts):
+    """Partial rollouts with dynamic sampling: batches of the first groups that are complete and kept (group_filtering.py).
+
+    Verdicts take effect at ticks, so that a scorer's speed changes nothing: groups that end in a tick are scored while the
+    engines generate the next one, and judged at its end, which waits for late scores. Dropped groups leave the buffer, and other
+    prompts are admitted. Kept groups beyond the batch wait for the next step, which scores and judges them again: a checkpoint
+    has no scores, and a run that is not resumed does the same.
+    """
+
+    selects_groups = True
+
+    def __init__(self, buffer: GroupBuffer, filters: FilterGroupsConfig, *, groups: int, oversubmit: float, max_age: int) -> None:
+        super().__init__(buffer, groups=groups, oversubmit=oversubmit, max_age=max_age)
+        self.filters = filters
+
+    def batch(self, sampler: Sampler, step: int, prompts: PromptStream, phases: Phases, overlap: Overlap | None) -> Batch:
+        buffer, round_size = self.buffer, prompts.order.batch_size
+        kept = KeptGroups(sampler, Tally(self.filters, self.groups, prompts.rounds_per_epoch))
+        ended = waited = buffer.complete()
+        with phases("gen"):
+            flow = sampler.rollout.flow(sampler.sampling, buffer.requests, expected=self.groups * buffer.n, in_step=True)
+            generated, recomputed = 0, self._resubmit(flow)
+        while (chosen := buffer.choose(kept.ordinals, self.groups, step, self.max_age)) is None:
+            if not kept.tally.is_full:
+                kept.tally.check_another(step)
+            with phases("gen"):
+                # As without a filter: groups that have waited since the last step count as in flight.
+                self._fill(flow, sampler, step, prompts, self.in_flight - sum(group.ordinal in buffer for group in waited))
+                flow.start()
+                submitted = self._submit(sampler, ended)
+            if ended:
+                scored = self._scored(sampler, submitted, ended, step, phases)
+                kept.add(scored, [group.prompt for group in ended], Fraction(len(ended), round_size))
+                buffer.remove({group.ordinal for group in ended} - kept.ordinals)
+            with phases("gen"):
+                generated += self._wait(flow)
+            ended = [group for group in buffer.complete() if group.ordinal not in kept.ordinals]
+        with phases("gen"):
+            generated += self._suspend(flow)
+        batch, taken = kept.batch(chosen), buffer.remove(chosen)
+        metrics = self._metrics(step, taken, batch, sampler.rollout.version) | {"rollout/recomputed_tokens": float(recomputed)}
+        return batch.with_meta({"generated_tokens": generated, "metrics": batch.meta["metrics"] | metrics})
+
+    def _fill(self, flow: RolloutFlow, sampler: Sampler, step: int, prompts: PromptStream, n_unfinished: int) -> None:
+        """Admit prompts until ``n_unfinished`` groups are unfinished. A prompt that is in flight is skipped."""
+        in_flight = self.buffer.uids
+        # Bounds: see GroupBuffer.choose; and an epoch must have a prompt that is not in flight.
+        most = min((self.max_age + 1) * self.groups, prompts.rounds_per_epoch * prompts.order.batch_size)
+        while self.buffer.n_unfinished < n_unfinished and len(self.buffer) < most:
+            prompt = prompts.draw_one()
+            if prompt.uid not in in_flight:
+                in_flight.add(prompt.uid)
+                self._admit(flow, prompt, sampler, step)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from fractions import Fraction
 
 import torch
 
 from configs.schema.ppo import FilterGroupsConfig
-from trainer.data.dataset import PromptStream
+from trainer.data.dataset import Prompt, PromptStream
 from trainer.rollout.group_filtering import Tally, group_verdicts, metric_values
 from trainer.rollout.rounds import Rounds
 from trainer.rollout.sampler import Overlap, Sampler, check_some_scored
@@ -52,15 +53,12 @@ class FilteredRounds:
         A prompt that was kept is not sampled again in the step. A dropped prompt is resampled, with different seeds, when the
         next pass over the data reaches it.
         """
-        tally = Tally(self.config, self.groups, prompts.rounds_per_epoch)
-        rounds = Rounds(sampler, step, prompts, phases)
-        parts: list[Batch] = []
-        taken: list[int] = []
-        kept_uids: set[int] = set()
-        failed = generated = 0
+        kept = KeptGroups(sampler, Tally(self.config, self.groups, prompts.rounds_per_epoch))
+        tally, rounds = kept.tally, Rounds(sampler, step, prompts, phases)
+        generated = 0
         while not tally.is_full:
             tally.check_another(step)
-            asked = (one := rounds.next(kept_uids)).prompts
+            asked = (one := rounds.next({prompt.uid for prompt in kept.prompts})).prompts
             if not asked:
                 # Counts as a round without a kept group, so that check_another ends the loop after a full pass.
                 tally.add((), ())
@@ -68,22 +66,48 @@ class FilteredRounds:
             answered = rounds.generate(
                 one, lambda open_rounds, groups: tally.expects_another(open_rounds, self.kept_share * groups)
             )
-            scored = sampler.drop_failed(answered)
-            values, groups = metric_values(scored, self.config.metric), scored.rows["group"].tolist()
-            verdicts = group_verdicts([prompt.ordinal for prompt in asked], groups, values, sampler.n)
-            tally.add(verdicts.values(), values)
-            check_some_scored(answered, tally.n_values)
-            kept = [prompt for prompt in asked if verdicts[prompt.ordinal] == "kept"]
-            self.kept_share = len(kept) / len(asked)
-            parts.append(select_groups(scored, [prompt.ordinal for prompt in kept]))
-            taken += [prompt.ordinal for prompt in kept]
-            kept_uids |= {prompt.uid for prompt in kept}
-            failed += len(answered) - len(scored)
+            self.kept_share = kept.add(answered, asked) / len(asked)
             generated += answered.meta["generated_tokens"]
-        batch = select_groups(Batch.concat(parts), taken[: self.groups])
-        metrics = {"reward/failed": failed, "rollout/wasted_tokens": float(rounds.give_back())}
-        metrics |= sampler.failures.metrics() | tally.metrics()
+        batch = kept.batch([prompt.ordinal for prompt in kept.prompts[: self.groups]])
+        metrics = batch.meta["metrics"] | {"rollout/wasted_tokens": float(rounds.give_back())}
         return batch.with_meta({"metrics": metrics, "generated_tokens": generated})
+
+
+class KeptGroups:
+    """Groups that a step's filter has kept so far, with their scores. prompts: of these groups, in the order of verdicts."""
+
+    def __init__(self, sampler: Sampler, tally: Tally) -> None:
+        self.tally = tally
+        self.prompts: list[Prompt] = []
+        self._sampler = sampler
+        self._parts: list[Batch] = []
+        self._failed = 0
+
+    @property
+    def ordinals(self) -> set[int]:
+        return {prompt.ordinal for prompt in self.prompts}
+
+    def add(self, answered: Batch, asked: Sequence[Prompt], rounds: Fraction = Fraction(1)) -> int:
+        """Judge the groups of ``asked``, whose scored responses are ``answered``; returns how many are kept.
+
+        rounds: see Tally. Raises ValueError if, after a complete round, no response of the step has a score.
+        """
+        scored, tally = self._sampler.drop_failed(answered), self.tally
+        values, groups = metric_values(scored, tally.config.metric), scored.rows["group"].tolist()
+        verdicts = group_verdicts([prompt.ordinal for prompt in asked], groups, values, self._sampler.n)
+        tally.add(verdicts.values(), values, rounds)
+        if tally.rounds >= 1:
+            check_some_scored(answered, tally.n_values)
+        kept = [prompt for prompt in asked if verdicts[prompt.ordinal] == "kept"]
+        self._parts.append(select_groups(scored, [prompt.ordinal for prompt in kept]))
+        self.prompts += kept
+        self._failed += len(answered) - len(scored)
+        return len(kept)
+
+    def batch(self, groups: Sequence[int]) -> Batch:
+        """Rows of these groups in the order of verdicts, with metrics of all groups."""
+        metrics = {"reward/failed": self._failed} | self._sampler.failures.metrics() | self.tally.metrics()
+        return select_groups(Batch.concat(self._parts), groups).with_meta({"metrics": metrics})
 
 
 def select_groups(batch: Batch, groups: Sequence[int]) -> Batch:

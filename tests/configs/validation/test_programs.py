@@ -132,9 +132,16 @@ def test_defaults_and_quick_start_have_no_errors_or_notes() -> None:
                 "async_training.mode=partial",
                 "algorithm.rollout_correction.rollout_is=token",
                 f"{FILTER}.enable=true",
+                f"{FILTER}.metric=acc",
                 f"{ROLLOUT}.n=2",
+                "reward.reward_model.enable=true",
+                "reward.reward_model.path=judge",
             ],
-            ["async_training.mode=partial: not together with algorithm.filter_groups.enable=true; remove one of them"],
+            [
+                "async_training.mode=partial: with algorithm.filter_groups.enable=true groups are scored while others are "
+                "generated, but the reward model is on the GPUs of the rollout engine; use placement.layout=split, or servers "
+                "(urls)"
+            ],
         ),
         (
             ["data.gen_batch_size=2048"],

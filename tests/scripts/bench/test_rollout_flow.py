@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import trainer.rollout.remote_rollout as remote_rollout
-from scripts.bench.rollout_flow import Settings, SimulatedEngine, Simulation, main
+from scripts.bench.rollout_flow import Mode, Settings, SimulatedEngine, Simulation, main
 from trainer.algorithms.segments import counts_in
 from workers.batch import Batch
 from workers.controller.group import WorkerInfo
@@ -127,3 +127,18 @@ def test_short_responses_wait_for_one_step_at_most(tmp_path: Path, monkeypatch: 
         metrics = [run.step().meta["metrics"] for _ in range(6)]
     assert [step["rollout/waiting_groups"] for step in metrics] == [0.5 * settings.prompts] * 6
     assert [step["rollout/age/max"] for step in metrics] == [0.0, *[1.0] * 5]
+
+
+def test_dynamic_sampling_with_partial_rollouts_keeps_the_slots_full(tmp_path: Path) -> None:
+    """Half of the groups are dropped. Compared with rounds that begin early."""
+    modes: tuple[Mode, ...] = ("rounds", "partial, filtered")
+    seconds, running = list[float](), list[float]()
+    for mode in modes:
+        with LocalBackend() as backend:
+            run = Simulation(SMALL, backend, tmp_path, mode)
+            for _ in range(6):
+                metrics = run.step().meta["metrics"]
+        seconds.append(run.clock.seconds)
+        running.append(run.clock.sequence_seconds / run.clock.seconds / SMALL.slots)
+    assert seconds[1] < 0.75 * seconds[0] and running[0] < 0.9 < running[1]
+    assert metrics["rollout/age/max"] <= SMALL.max_age

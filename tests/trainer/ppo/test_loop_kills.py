@@ -29,8 +29,7 @@ PPO = (
 GRPO = ("algorithm=grpo", "actor_rollout_ref.actor.use_kl_loss=true")
 LORA = ("actor_rollout_ref.model.lora_rank=4", "critic.model.lora_rank=4", "actor_rollout_ref.actor.optim.lr=1e-2")
 PARTIAL = (
-    "async_training.mode=partial", "algorithm.rollout_correction.rollout_is=token", "algorithm.filter_groups.enable=false",
-    "data.max_response_length=16",
+    "async_training.mode=partial", "algorithm.rollout_correction.rollout_is=token", "data.max_response_length=16",
 )  # fmt: skip
 MEGATRON = ("actor_rollout_ref.actor.strategy=megatron", "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2")
 
@@ -151,15 +150,16 @@ def test_many_kills_leave_the_run_bitwise_identical(name: str, task: Path, tmp_p
 
 @pytest.mark.soak
 @pytest.mark.timeout(1800)
+@pytest.mark.parametrize("filtered", ["true", "false"])
 def test_twelve_kills_with_responses_in_flight_leave_the_run_bitwise_identical(
-    task: Path, tmp_path: Path, table: list[Outcome]
+    filtered: str, task: Path, tmp_path: Path, table: list[Outcome]
 ) -> None:
     places = ("gen", "reward", "update_actor", "sync", "save_checkpoint", "rename", "latest", "write", "gen", "old_log_prob")
     kills = [Kill(step, place, 0.01, backend="local") for step, place in enumerate(places, 2)]
     kills += [Kill(12, "gen", "end", "workers"), Kill(13, "update_actor", 0.02)]
     options = (
-        *SMALL, *GRPO, *PARTIAL, "trainer.save_freq=1", "trainer.test_freq=4", "reward.num_workers=1",
-        "trainer.total_training_steps=15",
+        *SMALL, *GRPO, *PARTIAL, f"algorithm.filter_groups.enable={filtered}", "trainer.save_freq=1", "trainer.test_freq=4",
+        "reward.num_workers=1", "trainer.total_training_steps=15",
     )  # fmt: skip
     whole = tmp_path / "whole"
     run_and_kill(arguments(task, whole, options), whole, [], tmp_path / "unkilled", last="local")

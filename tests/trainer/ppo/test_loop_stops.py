@@ -18,6 +18,7 @@ from trainer.checkpoint.resume import find_latest
 from trainer.run.run_dir import EVENTS, TIMELINE, read_lines
 
 PPO = ("algorithm=ppo", "algorithm.use_kl_in_reward=true", "algorithm.kl_ctrl.type=adaptive", "algorithm.kl_ctrl.horizon=100")
+PARTIAL = ("async_training.mode=partial", "algorithm.rollout_correction.rollout_is=token")
 SIX = ("trainer.total_training_steps=6",)
 A_STEP = 32  # responses
 
@@ -85,9 +86,10 @@ def test_second_sigterm_ends_the_run_at_once(task: Path, tmp_path: Path) -> None
     [
         (),
         pytest.param(("algorithm.filter_groups.enable=true", "data.gen_batch_size=4"), marks=pytest.mark.soak),
-        ("async_training.mode=partial", "algorithm.rollout_correction.rollout_is=token"),
+        PARTIAL,
+        (*PARTIAL, "algorithm.filter_groups.enable=true"),
     ],
-    ids=["one round", "filter_groups", "partial"],
+    ids=["one round", "filter_groups", "partial", "filter_groups and partial"],
 )
 def test_step_with_hanging_rewards_is_abandoned_and_repeated(
     task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, algorithm: tuple[str, ...]

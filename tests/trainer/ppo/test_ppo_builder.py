@@ -1,14 +1,18 @@
 """Checks before any process starts."""
 
 from pathlib import Path
-from typing import Any, NoReturn
+from types import SimpleNamespace
+from typing import Any, NoReturn, cast
 
 import pytest
 
 from configs.compose import compose
 from configs.schema.ppo import PPOConfig
 from tests.tiny import save_tiny_model
+from trainer.data.dataset import PromptStream
+from trainer.data.order import DataOrder
 from trainer.ppo import ppo_builder
+from trainer.rollout.partial import FilteredPartialRollouts
 
 KL = "actor_rollout_ref.actor.use_kl_loss=true"
 MEGATRON = "actor_rollout_ref.actor.strategy=megatron"
@@ -41,3 +45,13 @@ def test_model_that_the_engine_of_a_role_cannot_hold_is_refused(
     if output != "actor_rollout_ref.actor: ":
         with pytest.raises(AssertionError, match="a process was started"):
             ppo_builder.run(compose("ppo_trainer", PPOConfig, unused), ())
+
+
+def test_dynamic_sampling_with_partial_rollouts_needs_a_batch_of_prompts_in_an_epoch() -> None:
+    overrides = ["async_training.mode=partial", "algorithm.filter_groups.enable=true", "data.train_batch_size=8"]
+    parts = cast(Any, SimpleNamespace(config=compose("ppo_trainer", PPOConfig, overrides), wants_baselines=False))
+    stream = PromptStream(cast(Any, [None] * 10), DataOrder(10, 8, seed=0, shuffle=False))
+    assert isinstance(ppo_builder.Assembly.batch_policy(parts, stream), FilteredPartialRollouts)
+    stream.order = DataOrder(10, 6, seed=0, shuffle=False)
+    with pytest.raises(ValueError, match=r"data.gen_batch_size=6: an epoch has 1 \* 6 = 6 prompts, .*train_batch_size=8 at"):
+        ppo_builder.Assembly.batch_policy(parts, stream)

@@ -90,6 +90,25 @@ def test_a_group_is_admitted_whole_and_once() -> None:
         buffer.admit(1, prompt_of(1), [1, 2], [False] * 2)
 
 
+def test_groups_that_no_later_step_could_take_in_time_come_first_and_are_waited_for() -> None:
+    """Two groups a step, at most two steps old: a group of age 2 must be taken, and of those of age >= 1 two may be left."""
+    buffer = new_buffer()
+    for ordinal, admitted in enumerate((1, 2, 2, 2, 3)):
+        admit(buffer, ordinal, step=admitted)
+    for buffer.tick, ordinal in enumerate((4, 1, 3)):
+        buffer.add(sampled({ordinal * N + sample: [1] for sample in range(N)}, 0), ended=True)
+    assert buffer.choose({1, 3, 4}, 2, step=2, max_age=2) == [4, 1], "none is late yet"
+    assert buffer.choose({1, 3, 4}, 2, step=3, max_age=2) is None, "group 0 is unfinished"
+    buffer.tick = 9
+    buffer.add(sampled({sample: [1] for sample in range(N)}, 0), ended=True)
+    assert buffer.choose({1, 3, 4}, 2, step=3, max_age=2) is None, "and has no verdict"
+    assert buffer.choose({0, 1, 3, 4}, 2, step=3, max_age=2) == [0, 1], "not 4, the first: then 1, 2 and 3 would be late together"
+    assert buffer.choose({0, 4}, 2, step=3, max_age=2) is None
+    assert buffer.choose({0, 1, 3, 4}, 2, step=3, max_age=1) == [1, 3], "a smaller max_age, which three groups exceed or reach"
+    assert [group.ordinal for group in buffer.remove([3, 0])] == [3, 0] and 3 not in buffer and buffer.uids == {1, 2, 4}
+    assert buffer.choose({1, 4}, 2, step=3, max_age=2) == [4, 1] and buffer.choose({1, 4}, 3, step=3, max_age=2) is None
+
+
 @pytest.mark.parametrize("seed", range(200))
 def test_every_group_is_taken_once_or_in_flight_under_any_schedule(seed: int) -> None:
     """A random engine advances random requests by random amounts; steps end as soon as they may."""

@@ -59,3 +59,31 @@ def test_run_with_responses_in_flight_resumes_bitwise(engine: str, task: Path, t
     assert len(sampled_by) > len(dump["lengths"]), "a response has tokens of several versions"
     run_ppo(task, tmp_path / "broken", *dumps("broken"), "trainer.total_training_steps=2")
     assert repeatable(run_ppo(task, tmp_path / "broken", *dumps("broken"))) == repeatable(whole)
+
+
+def test_run_with_dynamic_sampling_and_groups_that_wait_resumes_bitwise(task: Path, tmp_path: Path) -> None:
+    """Responses are right or wrong by their length. The run ends where complete and unfinished groups are left."""
+    (tmp_path / "reward.py").write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info):\n    return float(len(solution_str) % 2)\n"
+    )
+    options = (
+        *PARTIAL, "algorithm.filter_groups.enable=true", "async_training.oversubmit=3.0",
+        f"reward.custom_reward_function.path={tmp_path / 'reward.py'}",
+    )  # fmt: skip
+
+    def dumps(name: str) -> tuple[str, ...]:
+        return (*options, f"trainer.rollout_data_dir={tmp_path / name / 'rollouts'}")
+
+    whole = run_ppo(task, tmp_path / "whole", *dumps("whole"))
+    for step, metrics in enumerate(whole, 1):
+        dump = load_file(tmp_path / "whole" / "rollouts" / f"step_{step}.safetensors")
+        assert len(dump["rows.group"]) == 8 and len(dump["rows.group"].unique()) == 4 == len(dump["rows.uid"].unique())
+        assert sorted(dump["rows.score"].tolist()) == [0.0] * 4 + [1.0] * 4
+        dropped = sum(metrics[f"training/filter_groups/dropped_{verdict}"] for verdict in ("low", "high", "failed"))
+        assert metrics["training/filter_groups/groups"] - dropped - metrics["training/filter_groups/surplus"] == 4
+        assert metrics["rollout/age/max"] <= 2
+    for step in (1, 4):
+        assert whole[step - 1]["training/filter_groups/surplus"] > 0 < whole[step - 1]["rollout/unfinished_groups"]
+        run_ppo(task, tmp_path / "broken", *dumps("broken"), f"trainer.total_training_steps={step}")
+    assert max(step["rollout/age/max"] for step in whole) >= 1
+    assert repeatable(run_ppo(task, tmp_path / "broken", *dumps("broken"))) == repeatable(whole)
