@@ -138,16 +138,11 @@ class GroupBuffer:
         complete = ((group.tick, ordinal) for ordinal, group in self._groups.items() if group.tick is not None)
         return [self._groups[ordinal] for _, ordinal in sorted(complete)]
 
-    def may_take(self, count: int, step: int, max_age: int) -> bool:
-        """Whether ``count`` groups are complete and no group admitted ``max_age`` steps ago or earlier is unfinished."""
-        late = any(group.tick is None and step - group.step >= max_age for group in self._groups.values())
-        return len(self) - self.n_unfinished >= count and not late
+    def choose(self, kept: Collection[int], count: int, step: int, max_age: int) -> list[int]:
+        """Ordinals of the complete groups of ``kept`` that the step takes whatever completes later; it can end with ``count``.
 
-    def choose(self, kept: Collection[int], count: int, step: int, max_age: int) -> list[int] | None:
-        """Ordinals of ``count`` groups of ``kept``, by tick and ordinal; None: the step cannot end yet.
-
-        Groups come first if later steps could not take them before they exceed ``max_age``, and the step waits for them. Other
-        groups than those of ``kept`` count, because they may be kept later.
+        They are the first by tick and ordinal, except that groups which later steps could not take before they exceed ``max_age``
+        come first, and the step waits for them. Other groups than those of ``kept`` count, because they may be kept later.
 
         No group exceeds ``max_age`` if at most (max_age + 1) * count are in flight. Proof: let g(a) be the number of groups of
         age >= a. Every step leaves g(a) <= (max_age - a) * count behind: for a = 0 by the bound, for a = max_age, ..., 1 because
@@ -157,24 +152,19 @@ class GroupBuffer:
         age = {ordinal: step - group.step for ordinal, group in self._groups.items()}
         ready = [group.ordinal for group in self.complete() if group.ordinal in kept]
         chosen: list[int] = []
+        awaited = 0  # groups that must be taken and are not ready
         for at_least in range(max_age, 0, -1):
-            left = sum(of_group >= at_least for of_group in age.values()) - len(chosen)
+            left = sum(of_group >= at_least for of_group in age.values()) - len(chosen) - awaited
             # At most ``count``, also after a resume with a smaller max_age.
-            due = min(max(0, left - (max_age - at_least) * count), count - len(chosen))
-            late = [ordinal for ordinal in ready if age[ordinal] >= at_least and ordinal not in chosen]
-            if len(late) < due:
-                return None
-            chosen += late[:due]
-        chosen += [ordinal for ordinal in ready if ordinal not in chosen][: count - len(chosen)]
-        return chosen if len(chosen) == count else None
+            due = min(max(0, left - (max_age - at_least) * count), count - len(chosen) - awaited)
+            late = [ordinal for ordinal in ready if age[ordinal] >= at_least and ordinal not in chosen][:due]
+            chosen += late
+            awaited += due - len(late)
+        return chosen + [ordinal for ordinal in ready if ordinal not in chosen][: count - len(chosen) - awaited]
 
     def remove(self, ordinals: Iterable[int]) -> list[PendingGroup]:
         """Remove groups that are trained on, or that a filter drops; returns them."""
         return [self._groups.pop(ordinal) for ordinal in ordinals]
-
-    def take(self, count: int) -> list[PendingGroup]:
-        """Remove the first ``count`` complete groups; returns them."""
-        return self.remove([group.ordinal for group in self.complete()[:count]])
 
     def arrays(self) -> dict[str, Tensor]:
         """All groups, for a checkpoint. By group: ordinal, step, tick (-1: unfinished). By response: seed, greedy, finished (-1:

@@ -38,7 +38,7 @@ class PartialRollouts:
     def __init__(self, buffer: GroupBuffer, *, groups: int, oversubmit: float, max_age: int) -> None:
         """groups: prompts in a step's batch. oversubmit: groups that are generated at the same time, relative to ``groups``.
 
-        max_age: a step does not end while a group admitted this many steps ago is unfinished.
+        max_age: of a group when a step takes it, in steps since its admission.
         """
         self.buffer = buffer
         self.groups = groups
@@ -46,26 +46,35 @@ class PartialRollouts:
         self.max_age = max_age
 
     def batch(self, sampler: Sampler, step: int, prompts: PromptStream, phases: Phases, overlap: Overlap | None) -> Batch:
-        buffer, scored = self.buffer, list[Batch]()
+        buffer, scored, taken = self.buffer, list[Batch](), list[PendingGroup]()
         with phases("gen"):
             expected = self.groups * buffer.n
             flow = sampler.rollout.flow(sampler.sampling, buffer.requests, expected=expected, in_step=True)
             generated, recomputed = 0, self._resubmit(flow)
             # Groups that have waited since the last step count: else more of them would wait, and become older, with every step.
             n_unfinished = self.in_flight - (len(buffer) - buffer.n_unfinished)
-            while not buffer.may_take(self.groups, step, self.max_age):
-                # The second bound: a step that waits for late groups would else complete more groups than steps can take.
+            while len(taken) + len(new := self._further(taken, step)) < self.groups:
+                # The second bound: see GroupBuffer.choose.
                 while buffer.n_unfinished < n_unfinished and len(buffer) < (self.max_age + 1) * self.groups:
                     self._admit(flow, prompts.draw_one(), sampler, step)
                 flow.start()
-                scored += self._submit(sampler, buffer.complete()[len(scored) : self.groups], len(scored))
+                scored += self._submit(sampler, new, len(taken))
+                taken += new
                 generated += self._wait(flow)
             generated += self._suspend(flow)
-            scored += self._submit(sampler, buffer.complete()[len(scored) : self.groups], len(scored))
-        taken = buffer.take(self.groups)
+            scored += self._submit(sampler, new, len(taken))
+            taken += new
+        buffer.remove([group.ordinal for group in taken])
         batch = self._scored(sampler, scored, taken, step, phases, overlap)
         metrics = self._metrics(step, taken, batch, sampler.rollout.version) | {"rollout/recomputed_tokens": float(recomputed)}
         return sampler.scored_only(batch.with_meta({"generated_tokens": generated, "metrics": metrics}))
+
+    def _further(self, taken: Sequence[PendingGroup], step: int) -> list[PendingGroup]:
+        """Complete groups that the step takes besides ``taken``, by tick and ordinal."""
+        complete = {group.ordinal: group for group in self.buffer.complete()}
+        chosen = self.buffer.choose(complete.keys(), self.groups, step, self.max_age)
+        further = set(chosen) - {group.ordinal for group in taken}
+        return [group for ordinal, group in complete.items() if ordinal in further]
 
     def _resubmit(self, flow: RolloutFlow) -> int:
         """Queue all unfinished responses; returns the number of tokens that the engines compute again."""
@@ -159,7 +168,7 @@ class FilteredPartialRollouts(PartialRollouts):
         with phases("gen"):
             flow = sampler.rollout.flow(sampler.sampling, buffer.requests, expected=self.groups * buffer.n, in_step=True)
             generated, recomputed = 0, self._resubmit(flow)
-        while (chosen := buffer.choose(kept.ordinals, self.groups, step, self.max_age)) is None:
+        while len(chosen := buffer.choose(kept.ordinals, self.groups, step, self.max_age)) < self.groups:
             if not kept.tally.is_full:
                 kept.tally.check_another(step)
             with phases("gen"):

@@ -51,11 +51,10 @@ def test_interrupted_responses_continue_after_what_they_have() -> None:
     requests = buffer.requests([12, 14])
     assert [row.tolist() for row in requests.split_rows("input_ids")] == [[1004, 1004, 5, 6], [1004, 1004]]
     assert requests.rows["begun"].tolist() == [2, 0] and requests.rows["seed"].tolist() == [40, 42]
-    assert not buffer.may_take(1, step=1, max_age=3)
+    assert not buffer.complete()
     buffer.tick = 5
     assert buffer.add(sampled({12: [8], 14: [9]}, version=2), ended=True) == 2
-    assert buffer.may_take(1, step=2, max_age=1)
-    (group,) = buffer.take(1)
+    (group,) = buffer.remove(buffer.choose({4}, 1, step=2, max_age=1))
     first = group.responses[0]
     assert (first.column("input_ids").tolist(), first.column("weight_version").tolist()) == ([5, 6, 8], [1, 1, 2])
     assert first.column("rollout_log_probs").tolist() == [-5, -6, -8] and (group.ordinal, group.tick, len(buffer)) == (4, 5, 0)
@@ -69,8 +68,9 @@ def test_groups_are_taken_by_tick_then_ordinal() -> None:
         buffer.tick = tick
         buffer.add(sampled({ordinal * N + sample: [1] for sample in range(N)}, 0), ended=True)
     assert [group.ordinal for group in buffer.complete()] == [2, 3, 0]
-    assert [group.ordinal for group in buffer.take(2)] == [2, 3]
-    assert [group.ordinal for group in buffer.take(2)] == [0] and buffer.unfinished() == [[3, 4, 5]]
+    assert buffer.choose({0, 2, 3}, 2, step=1, max_age=1) == [2, 3]
+    assert [group.ordinal for group in buffer.remove([2, 3])] == [2, 3]
+    assert buffer.choose({0}, 2, step=1, max_age=1) == [0] and buffer.unfinished() == [[3, 4, 5]]
 
 
 def test_step_waits_for_groups_of_the_greatest_age() -> None:
@@ -78,7 +78,7 @@ def test_step_waits_for_groups_of_the_greatest_age() -> None:
     admit(buffer, 0, step=1)
     admit(buffer, 1, step=2)
     buffer.add(sampled({3: [1], 4: [1], 5: [1]}, 0), ended=True)
-    assert buffer.may_take(1, step=2, max_age=2) and not buffer.may_take(1, step=3, max_age=2)
+    assert buffer.choose({1}, 1, step=2, max_age=2) == [1] and buffer.choose({1}, 1, step=3, max_age=2) == []
 
 
 def test_a_group_is_admitted_whole_and_once() -> None:
@@ -98,15 +98,20 @@ def test_groups_that_no_later_step_could_take_in_time_come_first_and_are_waited_
     for buffer.tick, ordinal in enumerate((4, 1, 3)):
         buffer.add(sampled({ordinal * N + sample: [1] for sample in range(N)}, 0), ended=True)
     assert buffer.choose({1, 3, 4}, 2, step=2, max_age=2) == [4, 1], "none is late yet"
-    assert buffer.choose({1, 3, 4}, 2, step=3, max_age=2) is None, "group 0 is unfinished"
+    assert buffer.choose({1, 3, 4}, 2, step=3, max_age=2) == [1], "group 0 is unfinished"
     buffer.tick = 9
     buffer.add(sampled({sample: [1] for sample in range(N)}, 0), ended=True)
-    assert buffer.choose({1, 3, 4}, 2, step=3, max_age=2) is None, "and has no verdict"
+    assert buffer.choose({1, 3, 4}, 2, step=3, max_age=2) == [1], "and has no verdict"
     assert buffer.choose({0, 1, 3, 4}, 2, step=3, max_age=2) == [0, 1], "not 4, the first: then 1, 2 and 3 would be late together"
-    assert buffer.choose({0, 4}, 2, step=3, max_age=2) is None
+    assert buffer.choose({0, 4}, 2, step=3, max_age=2) == [0], "one of 1, 2 and 3 must be taken too"
     assert buffer.choose({0, 1, 3, 4}, 2, step=3, max_age=1) == [1, 3], "a smaller max_age, which three groups exceed or reach"
     assert [group.ordinal for group in buffer.remove([3, 0])] == [3, 0] and 3 not in buffer and buffer.uids == {1, 2, 4}
-    assert buffer.choose({1, 4}, 2, step=3, max_age=2) == [4, 1] and buffer.choose({1, 4}, 3, step=3, max_age=2) is None
+    assert buffer.choose({1, 4}, 2, step=3, max_age=2) == [4, 1] and buffer.choose({1, 4}, 3, step=3, max_age=2) == [4, 1]
+
+
+def choose(buffer: GroupBuffer, count: int, step: int, max_age: int) -> list[int]:
+    """Without a filter."""
+    return buffer.choose({group.ordinal for group in buffer.complete()}, count, step, max_age)
 
 
 @pytest.mark.parametrize("seed", range(200))
@@ -123,11 +128,11 @@ def test_every_group_is_taken_once_or_in_flight_under_any_schedule(seed: int) ->
     buffer, drawn = new_buffer(), 0
     taken: list[PendingGroup] = []
     for step in range(1, 7):
-        while buffer.n_unfinished < round(oversubmit * target):
+        while buffer.n_unfinished < round(oversubmit * target) and len(buffer) < (max_age + 1) * target:
             for id in admit(buffer, drawn, step):
                 lengths[id] = 1 + int(numbers.expovariate(0.2))
             drawn += 1
-        while not buffer.may_take(target, step, max_age):
+        while len(chosen := choose(buffer, target, step, max_age)) < target:
             ended, interrupted = dict[int, list[int]](), dict[int, list[int]]()
             for id in chain.from_iterable(buffer.unfinished()):
                 if (left := lengths[id] - written[id]) > 4:
@@ -141,10 +146,10 @@ def test_every_group_is_taken_once_or_in_flight_under_any_schedule(seed: int) ->
             if numbers.random() < 0.2:  # the run is killed, and resumed from a checkpoint
                 buffer, saved = new_buffer(), buffer.arrays()
                 buffer.load_arrays(saved)
-        groups = buffer.take(target)
-        assert len(groups) == target
+        groups = buffer.remove(chosen)
+        assert all(step - group.step <= max_age for group in groups)
         taken += groups
-    left = {ids[0] // N for ids in buffer.unfinished()} | {group.ordinal for group in buffer.take(len(buffer))}
+    left = {ids[0] // N for ids in buffer.unfinished()} | {group.ordinal for group in buffer.complete()}
     assert sorted([*(group.ordinal for group in taken), *left]) == [*range(drawn)]
     for group in taken:
         for sample, response in enumerate(group.responses):

@@ -1,4 +1,4 @@
-"""Partial rollouts with dynamic sampling, on a simulated engine: batches, ages, counts, resumed runs, hopeless data."""
+"""Partial rollouts, most with dynamic sampling, on a simulated engine: batches, ages, counts, resumed runs, hopeless data."""
 
 import random
 import time
@@ -15,7 +15,7 @@ from trainer.data.dataset import Prompt, PromptStream
 from trainer.data.order import DataOrder
 from trainer.rewards.scoring import Score
 from trainer.rollout.buffer import GroupBuffer, PendingGroup
-from trainer.rollout.partial import FilteredPartialRollouts
+from trainer.rollout.partial import FilteredPartialRollouts, PartialRollouts
 from trainer.run.timing import Phases
 from workers.batch import Batch
 from workers.rollout.base import Sampling
@@ -133,6 +133,7 @@ class Run:
     per_round: int | None = None
     judge: type[Judge] = Judge
     with_baselines: bool = False
+    filtered: bool = True
     step: int = 0
 
     def __post_init__(self) -> None:
@@ -148,9 +149,9 @@ class Run:
         sampler.rollout = cast(Any, Engine(self.slots, version=self.step - 1))
         sampler.rewards = cast(Any, self.judge(KINDS))
         sampler.with_baselines = self.with_baselines
-        sampler.policy = FilteredPartialRollouts(
-            self.buffer, filters, groups=self.groups, oversubmit=self.oversubmit, max_age=self.max_age
-        )
+        options: dict[str, Any] = {"groups": self.groups, "oversubmit": self.oversubmit, "max_age": self.max_age}
+        filtered, plain = FilteredPartialRollouts(self.buffer, filters, **options), PartialRollouts(self.buffer, **options)
+        sampler.policy = filtered if self.filtered else plain
         return sampler.next_batch(self.step, self.stream, Phases())
 
     def resume(self, state: tuple[int, dict[str, int], dict[str, torch.Tensor]]) -> None:
@@ -245,6 +246,24 @@ def test_every_ordinal_is_trained_once_dropped_or_in_flight_under_any_schedule(s
         assert (run.step - run.buffer.arrays()["step"]).tolist() == [] or max(
             (run.step - run.buffer.arrays()["step"]).tolist()
         ) < run.max_age
+        if numbers.random() < 0.3:
+            run.resume(run.state)
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_without_a_filter_every_ordinal_is_trained_once_before_it_is_too_old(seed: int, case: Case) -> None:
+    numbers = random.Random(seed)
+    groups, max_age = numbers.randint(1, 8), numbers.randint(1, 3)
+    options: dict[str, Any] = {"oversubmit": numbers.choice([1.0, 1.5, 3.0]), "slots": numbers.choice([6, 16, 60])}
+    kinds = mixture(seed, kinds=("low", "mixed", "high"))
+    run = Run(case, kinds, groups=groups, max_age=max_age, judge=numbers.choice([Judge, Slow]), filtered=False, **options)
+    trained: list[int] = []
+    for _ in range(6):
+        batch = run.next_batch()
+        trained += groups_of(batch)
+        assert len(trained) == len(set(trained)) == groups * run.step
+        assert sorted(trained + run.buffer.arrays()["ordinal"].tolist()) == run.buffer.admitted == [*range(run.drawn)]
+        assert batch.meta["metrics"]["rollout/age/max"] <= max_age
         if numbers.random() < 0.3:
             run.resume(run.state)
 
