@@ -264,7 +264,7 @@ def build_trainer(
     arrays: Mapping[str, HasArrays] | None = None,
     extra_files: Callable[[int], Mapping[str, bytes]] = lambda step: {},
 ) -> Trainer:
-    """groups: all workers of the run, each group once. n_gpus: of the run. keep: checkpoints of each model that stay; None: all."""
+    """groups: all worker groups, each once. n_gpus: of the run. keep: checkpoints of each model that stay; None: all."""
     run_dir, events, plain = lifecycle.run_dir, Events(lifecycle.run_dir), asdict(config)
     kernels = KernelWatch(groups, events, watchdog) if config.trainer.deterministic else None
     return Trainer(

@@ -125,7 +125,8 @@ def test_replicas_that_share_their_pool_with_a_role_are_one_group() -> None:
 
 def test_replaced_replica_has_new_workers_on_its_slots() -> None:
     backend, workers = started(*ENGINES, ranks=2)
-    assert (replicas := workers.replicas) is not None
+    replicas = workers.replicas
+    assert replicas is not None
     before, slots = workers.groups(), backend.pools.copy()
     with replicas.replaced(1, WorkerError(0, "generation", "process 7 died")):
         assert backend.ended == ["engines.1"] and backend.started == ["train", "engines.0", "engines.1", "engines.1"]

@@ -238,7 +238,7 @@ BEFORE_A_FLOW = 3  # calls of a replica: build, is_alive, sync
 def test_replaced_replica_continues_where_the_first_one_died(
     balance: Literal["static", "tokens"], deaths: tuple[int, ...]
 ) -> None:
-    """Responses, log-probs and the ticks at which they end are those without a death; the second one may be in a repeated call."""
+    """Responses, log-probs and the ticks at which they end are those without a death; the second may be in a repeated call."""
     undisturbed, disturbed = Disturbed(balance=balance, slots=4), Disturbed(*deaths, balance=balance, slots=4)
     wanted = ticks_of(undisturbed.flow(LENGTHS, in_step=True))
     assert ticks_of(disturbed.flow(LENGTHS, in_step=True)) == wanted

@@ -1,4 +1,4 @@
-"""Complete runs with two rollout replicas in a pool of their own, one of which is killed while it generates; ticks of four steps."""
+"""Complete runs with two rollout replicas in a pool of their own, one of which is killed; ticks of four steps."""
 
 import os
 import re
@@ -120,7 +120,7 @@ def test_a_killed_replica_is_replaced_and_the_run_is_the_same(
     assert_same(tensors(run_dir / "rollouts"), tensors(whole / "rollouts"))
     assert_same(tensors(run_dir / "global_step_2"), tensors(whole / "global_step_2"))
     ((step, kind, text),) = events_of(run_dir)
-    assert (step, kind) == (0 if method == "suspend" or number == 5 else 1, "replaced")
+    assert (step, kind) == (0, "replaced"), "in the first step"
     assert re.fullmatch(
         rf"replica 1 of rollout was replaced, 1 of 1: rank 0 failed in .* \(rollout engine embedded, replica 1\): "
         rf"process {killer.killed[0]} died: killed by a signal .*",
