@@ -141,7 +141,7 @@ DEATH = WorkerError(0, "generation", "process 7 died", process_died=True)
 
 
 def test_replacements_count_as_restarts(tmp_path: Path) -> None:
-    """Two replacements without a new step, then none; each is an event once it is complete. A later step allows another one."""
+    """Two replacements without a new step; each is an event once it is complete. A later step allows another one."""
     lifecycle = lifecycle_at(3, tmp_path, "trainer.max_restarts=3")
     for number in (1, 2):
         with lifecycle.replacement("replica 5 of rollout", DEATH):
@@ -160,6 +160,21 @@ def test_replacements_count_as_restarts(tmp_path: Path) -> None:
         lifecycle.handle_failure(DEATH)
     (*_, (_, kind, text)) = events_of(tmp_path)
     assert (kind, text.partition(":")[0]) == ("gave up", "after 3 restarts (trainer.max_restarts=3)")
+
+
+def test_restart_follows_replacements_without_progress(tmp_path: Path) -> None:
+    """Restarts without progress have a count of their own: the run gives up after two of each."""
+    lifecycle = lifecycle_at(3, tmp_path, "trainer.max_restarts=9")
+    for _ in range(2):
+        with lifecycle.replacement("replica 5 of rollout", DEATH):
+            pass
+    for _ in range(2):
+        with pytest.raises(WorkerError), lifecycle.replacement("replica 5 of rollout", DEATH):
+            raise AssertionError("it is not replaced")
+        lifecycle.handle_failure(DEATH)
+    with pytest.raises(WorkerError):
+        lifecycle.handle_failure(DEATH)
+    assert [kind for _, kind, _ in events_of(tmp_path)] == ["replaced", "replaced", "restart", "restart", "gave up"]
 
 
 def test_run_that_is_to_stop_replaces_nothing(tmp_path: Path) -> None:

@@ -268,8 +268,8 @@ def test_two_cuda_groups_have_their_own_gpus(backend: RayBackend) -> None:
 
 
 def test_part_of_a_pool_is_a_group_that_can_be_started_again(backend: RayBackend) -> None:
-    """Its ranks count from 0 and meet each other only; a second group takes its slots."""
-    pool = ResourcePool((2,), "cpu", "engines", room=ResourcePool((2,), "cpu", "room"))
+    """Its ranks count from 0 and meet each other only; a second group takes its slots. The room is that of the test before."""
+    pool = ResourcePool((2,), "cuda", "engines", room=ResourcePool((2,), "cuda", "room"))
     groups = [backend.start_group(part.name, part, TOY) for part in pool.parts(1)]
     groups[1].shutdown()
     groups[1] = backend.start_group("engines.1", pool.parts(1)[1], TOY)
