@@ -173,7 +173,7 @@ def test_replicas_with_different_requests_have_passes_of_their_own() -> None:
 
 
 def test_a_replica_is_served_alone_and_another_takes_its_place() -> None:
-    """The channel that a replica had does not delay the sender: nobody is at its other end any more."""
+    """The channel that a replica had does not delay the sender, though its other end is gone."""
     ends = Ends(Trainer(), 1, 2, seconds=5.0)
     check_usable(ends)
     others = ends.receivers[1:]
