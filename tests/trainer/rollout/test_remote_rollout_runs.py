@@ -44,13 +44,21 @@ def short_ticks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Killer:
-    """Kills the worker of replica 1 directly after the calls with these numbers were started on it, counted by method."""
+    """Kills the worker of replica 1 directly after the calls with these numbers were started on it, counted by method.
+
+    Before the calls is_alive and sync_weights.
+    """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, run_dir: Path, method: str, numbers: Collection[int]) -> None:
         self.killed = list[int]()
         self.called = 0
         self._log = run_dir / "logs" / "rank_0_rollout.1.log"
-        start = RemoteRollout.start_call
+        start, sync = RemoteRollout.start_call, RemoteRollout._sync
+
+        def kill_and_sync(rollout: RemoteRollout, numbers_of_groups: Any) -> Any:
+            if method == "sync_weights":
+                self._kill(numbers)
+            return sync(rollout, numbers_of_groups)
 
         def start_and_kill(rollout: RemoteRollout, call: Any, replica: int, *words: Any, **options: Any) -> Any:
             if call.method == method == "is_alive" and replica == 1:
@@ -61,6 +69,7 @@ class Killer:
             return started
 
         monkeypatch.setattr(RemoteRollout, "start_call", start_and_kill)
+        monkeypatch.setattr(RemoteRollout, "_sync", kill_and_sync)
 
     def _kill(self, numbers: Collection[int]) -> None:
         self.called += 1
@@ -151,6 +160,20 @@ def test_without_restarts_a_death_ends_the_run(
         f"rank 0 failed in generation (rollout engine embedded, replica 1): process {killer.killed[0]} died: killed by a signal"
     )
     assert capfd.readouterr().err.count(line) == 1
+
+
+@pytest.mark.soak
+def test_a_death_in_a_sync_restarts_the_run(task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_dir = tmp_path / "run"
+    Killer(monkeypatch, run_dir, "sync_weights", {2})
+    steps = run_ppo(task, run_dir, *words(run_dir, "static"), "trainer.max_restarts=1")
+    assert [step["training/global_step"] for step in steps] == [1, 2]
+    ((_, kind, text),) = events_of(run_dir)
+    assert kind == "restart"
+    assert re.match(
+        r"1 of 1: rank 0 failed in weight sync \(rollout engine embedded, replica 1\): process \d+ died: killed", text
+    )
+    assert survivors(str(run_dir)) == []
 
 
 def test_a_replica_that_dies_again_and_again_ends_the_run(
