@@ -248,7 +248,7 @@ def build_trainer(
     config: Config,
     lifecycle: RunLifecycle,
     *,
-    groups: Collection[WorkerGroup],
+    groups: Callable[[], Collection[WorkerGroup]],
     n_gpus: int,
     tokenizer: PreTrainedTokenizerBase,
     tracker: Tracker,
@@ -264,7 +264,7 @@ def build_trainer(
     arrays: Mapping[str, HasArrays] | None = None,
     extra_files: Callable[[int], Mapping[str, bytes]] = lambda step: {},
 ) -> Trainer:
-    """groups: all workers of the run, on ``n_gpus`` GPUs. keep: how many checkpoints of each model stay; None: all."""
+    """groups: all worker groups, each once. n_gpus: of the run. keep: checkpoints of each model that stay; None: all."""
     run_dir, events, plain = lifecycle.run_dir, Events(lifecycle.run_dir), asdict(config)
     kernels = KernelWatch(groups, events, watchdog) if config.trainer.deterministic else None
     return Trainer(

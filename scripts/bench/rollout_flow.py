@@ -160,11 +160,12 @@ class SimulatedEngine:
         return responses.with_meta({"seconds": seconds, "sequence_seconds": sequence_seconds})
 
     def suspend(self) -> Batch:
-        """As RolloutRole.suspend."""
+        """As RolloutRole.suspend, with the meta of ``advance``: it takes no time."""
         sampled = {id: self._admitted[id].left - (end - self._now) for end, id in self._running}
         requests = [*self._admitted.values(), *self._waiting]
         self._running, self._admitted, self._waiting = [], {}, deque()
-        return self._responses(requests, [sampled.get(request.id, 0) for request in requests])
+        responses = self._responses(requests, [sampled.get(request.id, 0) for request in requests])
+        return responses.with_meta({"seconds": 0.0, "sequence_seconds": 0.0})
 
     def _requests(self, prompts: Batch) -> list[SimulatedRequest]:
         begun = prompts.rows.get("begun", torch.zeros_like(prompts.lengths))

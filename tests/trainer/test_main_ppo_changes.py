@@ -7,7 +7,7 @@ from functools import cache, cached_property, reduce
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -24,6 +24,7 @@ from tests.workers.engine.toy import one_rank
 from tests.workers.rollout.engines import request
 from tests.workers.rollout.vllm_workers import place
 from trainer.algorithms.losses.actor_loss import ActorLoss, entropy_mask
+from trainer.cluster.launch import RunWorkers
 from trainer.ppo.loop import Loop
 from trainer.ppo.ppo_builder import Assembly, reader, wants_critic
 from trainer.ppo.update import update
@@ -108,7 +109,7 @@ class Trial:
     @cached_property
     def assembly(self) -> Assembly:
         config = self.config
-        workers: Any = dict.fromkeys(ROLES, self.workers)
+        workers = RunWorkers(dict.fromkeys(ROLES, cast(Any, self.workers)), None)
         lifecycle = RunLifecycle(config.trainer, Path(config.trainer.default_local_dir))
         return Assembly(config, placement_of(config, has_critic=wants_critic(config)), workers, lifecycle, reader(config))
 
@@ -224,7 +225,7 @@ def rollout_arguments(trial: Trial) -> Any:
 def calls_when_a_model_has_worked(trial: Trial) -> Any:
     """The calls that workers get when responses are generated after another model had the GPUs."""
     rollout = trial.assembly.rollout()
-    rollout.rest(rollout.group)
+    rollout.rest(rollout.groups[0])
     rollout.generate(step_batch(), Sampling(1.0, -1, 1.0, 4, (1,)), 2)
     return [words[:3] for words, _ in trial.workers.calls if words[0] == "run"]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from trainer.cluster.watchdog import Watchdog
 from trainer.run.events import Events
@@ -21,8 +21,9 @@ def worker_environment(deterministic: bool, rollout: str | None = None) -> dict[
 class KernelWatch:
     """Reports each kernel that has run on a worker and may not be bitwise reproducible, once."""
 
-    def __init__(self, workers: Iterable[WorkerGroup], events: Events, watchdog: Watchdog) -> None:
-        self.workers = {group.name: group for group in workers}  # by name: roles may share a group
+    def __init__(self, groups: Callable[[], Iterable[WorkerGroup]], events: Events, watchdog: Watchdog) -> None:
+        """groups: all workers, each group once; asked in every step, since a group may be replaced."""
+        self.groups = groups
         self.watchdog = watchdog
         self.events = events
         self._reported: set[str] = set()
@@ -32,7 +33,7 @@ class KernelWatch:
         from workers.roles.worker import Worker  # imported late: it loads transformers
 
         asking = worker_call(Worker.nondeterministic_kernels)
-        by_rank = [self.watchdog.call(group, "ask", "kernels", asking) for group in self.workers.values()]
+        by_rank = [self.watchdog.call(group, "ask", "kernels", asking) for group in self.groups()]
         found = {kernel for of_group in by_rank for kernels in of_group for kernel in kernels}
         for kernel in sorted(found - self._reported):
             self.events.add(step, "not deterministic", f"{kernel} has no deterministic implementation: this run may not repeat")

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from configs.schema.common import RayConfig, RunConfig, WorkersConfig, WorkersTimeoutsConfig
 from configs.schema.generation import GenerationConfig
-from configs.schema.placement import ROLES, Placement
+from configs.schema.placement import ROLES, Placement, Pool
 from configs.schema.serve_reward import ServeRewardConfig
 from configs.validation.rollout import world_size
 from trainer.cluster.determinism import worker_environment
-from workers.controller.group import Backend, WorkerGroup
+from workers.controller.group import Backend, WorkerError, WorkerGroup
 from workers.controller.resource_pool import ResourcePool
+
+Replacement = Callable[[str, WorkerError], AbstractContextManager[None]]
 
 
 def open_backend(trainer: WorkersConfig, ray_kwargs: RayConfig, timeouts: WorkersTimeoutsConfig, run_dir: Path) -> Backend:
@@ -77,21 +81,81 @@ def opened_workers(config: GenerationConfig | ServeRewardConfig) -> Iterator[Wor
         yield start_workers(backend, config.trainer, config.timeouts)
 
 
-def start_pools(
-    backend: Backend, trainer: RunConfig, place: Placement, timeouts: WorkersTimeoutsConfig, *, engine: str
-) -> dict[str, WorkerGroup]:
-    """Start the workers of all pools: {role: worker group}, the same group for roles of a pool. Returns before they are ready.
+@dataclass(frozen=True, slots=True)
+class Replicas:
+    """Worker groups of a rollout pool without other roles: one for each replica of the engine, so that it can be replaced.
 
-    engine: rollout engine that the pool of the rollout role will build.
+    starts: start of each group. replacement: see RunLifecycle.replacement.
+    """
+
+    groups: list[WorkerGroup]
+    starts: Sequence[Callable[[], WorkerGroup]]
+    replacement: Replacement
+
+    @contextmanager
+    def replaced(self, replica: int, death: WorkerError) -> Iterator[None]:
+        """End what is left of a replica's workers, and start others on the same slots; they are not ready yet.
+
+        The replacement is recorded after the block. Raises ``death`` if there may be none.
+        """
+        with self.replacement(f"replica {replica} of rollout", death):
+            self.groups[replica].shutdown()
+            self.groups[replica] = self.starts[replica]()
+            yield
+
+
+@dataclass(frozen=True, slots=True)
+class RunWorkers:
+    """Workers of a run. of_role: the group of each role, the same for roles of a pool. replicas: those of the rollout role, which
+    then is not in ``of_role``; None: it shares a pool with other roles.
+    """
+
+    of_role: Mapping[str, WorkerGroup]
+    replicas: Replicas | None
+
+    def groups(self) -> list[WorkerGroup]:
+        """Every group once, with the present group of each replica."""
+        return list(dict.fromkeys([*self.of_role.values(), *(self.replicas.groups if self.replicas is not None else ())]))
+
+
+def start_pools(
+    backend: Backend,
+    trainer: RunConfig,
+    place: Placement,
+    timeouts: WorkersTimeoutsConfig,
+    *,
+    engine: str,
+    engine_ranks: int,
+    replacement: Replacement,
+) -> RunWorkers:
+    """Start the workers of all pools; returns before they are ready.
+
+    engine: rollout engine that the pool of the rollout role will build. engine_ranks: workers of a replica of it. replacement:
+    see Replicas.
     """
     deterministic, env = trainer.deterministic, worker_environment(trainer.deterministic, engine)
     first = place.pools[0]
     # A pool of all GPUs shares them with no other pool, so it needs no room.
     if world_size(first) == world_size(trainer) and first.fraction == 1:
         workers = start_workers(backend, trainer, timeouts, deterministic=deterministic, env=env, engine=engine)
-        return dict.fromkeys(ROLES, workers)
+        return RunWorkers(dict.fromkeys(ROLES, workers), None)
     room = ResourcePool(n_per_node=(trainer.n_gpus_per_node,) * trainer.nnodes, device=trainer.device, name="workers")
-    groups = {}
+
+    def start(pool: Pool, slots: ResourcePool) -> WorkerGroup:
+        return backend.start_group(
+            slots.name,
+            slots,
+            "workers.roles.worker:Worker",
+            trainer.device,
+            timeouts.collective,
+            env=env,
+            deterministic=deterministic,
+            memory_fraction=pool.fraction,
+            # Only these workers import the engine: it takes ten seconds for vLLM.
+            engine=engine if place.pool("rollout") is pool else None,
+        )
+
+    groups, replicas = dict[str, WorkerGroup](), None
     for pool in place.pools:
         slots = ResourcePool(
             n_per_node=(pool.n_gpus_per_node,) * pool.nnodes,
@@ -101,15 +165,9 @@ def start_pools(
             first_node=pool.first_node,
             first_slot=pool.first_gpu,
         )
-        what = ("workers.roles.worker:Worker", trainer.device, timeouts.collective)
-        groups[pool.name] = backend.start_group(
-            pool.name,
-            slots,
-            *what,
-            env=env,
-            deterministic=deterministic,
-            memory_fraction=pool.fraction,
-            # Only these workers import the engine: it takes ten seconds for vLLM.
-            engine=engine if place.pool("rollout") is pool else None,
-        )
-    return {role: groups[place.pool(role).name] for role in ROLES}
+        if pool.roles == ("rollout",):
+            starts = [partial(start, pool, part) for part in slots.parts(engine_ranks)]
+            replicas = Replicas([start_one() for start_one in starts], starts, replacement)
+        else:
+            groups[pool.name] = start(pool, slots)
+    return RunWorkers({role: groups[name] for role in ROLES if (name := place.pool(role).name) in groups}, replicas)

@@ -160,15 +160,24 @@ class Watchdog:
             future = group.call(call, mesh=mesh, replica=replica, phase=what, limit=self.limit(phase))
         return StartedCall(future, group.name, phase, what, work, replica, started)
 
-    def results(self, calls: Collection[StartedCall[R]], *, every: bool) -> dict[StartedCall[R], R]:
-        """Results of the calls that have ended, after waiting for the first one (every: for all). Raises what ``call`` does."""
+    def results(self, calls: Collection[StartedCall[R]], *, every: bool) -> dict[StartedCall[R], R | WorkerError]:
+        """Results of the calls that have ended, after waiting for the first one (every: for all). Raises what ``call`` does.
+
+        The result of a call whose process died is the WorkerError: the others have not failed.
+        """
         waiting = {call.future: call for call in calls}
-        found: dict[StartedCall[R], R] = {}
+        found: dict[StartedCall[R], R | WorkerError] = {}
         while waiting and (every or not found):
             for future in wait_any(list(waiting)):
                 call = waiting.pop(future)
-                (found[call],) = self._result(future, call.pool, call.phase, call.what, call.work)
-                self._add_duration(call.phase, time.monotonic() - call.started)
+                try:
+                    (found[call],) = self._result(future, call.pool, call.phase, call.what, call.work)
+                except WorkerError as error:
+                    if not error.process_died:
+                        raise
+                    found[call] = error
+                else:
+                    self._add_duration(call.phase, time.monotonic() - call.started)
         return found
 
     def take_calls(self) -> list[CallSpan]:
@@ -178,13 +187,18 @@ class Watchdog:
         return spans.taken()
 
     def together(self, phase: str, *calls: tuple[WorkerGroup, str, Call[Any]]) -> list[list[Any]]:
-        """Results of calls on groups that wait for one another, within the time for one. calls: (group, what, call).
+        """Results of calls on several groups, which may wait for one another, within the time for one.
+
+        calls: (group, what, call).
 
         Raises what ``call`` does as soon as one group has failed; if that group only lost another one, the error of the
         other.
         """
         limit, started = self.limit(phase), time.monotonic()
-        waiting = {group.call(call, phase=what, limit=limit): (what, group.name) for group, what, call in calls}
+        waiting: dict[Future[Any], tuple[str, str]] = {}
+        for group, what, call in calls:
+            with self._reported(phase, what, list):
+                waiting[group.call(call, phase=what, limit=limit)] = what, group.name
         in_order = list(waiting)
         results: dict[Future[Any], list[Any]] = {}
         while waiting:

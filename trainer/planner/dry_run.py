@@ -19,6 +19,7 @@ from configs.validation.parallel import data_parallel_size
 from configs.validation.placement import placement_of
 from configs.validation.rollout import world_size
 from trainer.checkpoint.resume import Checkpoint, check_config, complete_checkpoint
+from trainer.cluster.launch import RunWorkers
 from trainer.planner.memory_estimate import Use, estimate, memory_roles, shape_of
 from trainer.planner.memory_model import Shape
 from trainer.ppo.ppo_builder import Assembly, check_engines, reader, wants_critic
@@ -51,7 +52,7 @@ def dry_run(config: PPOConfig) -> None:
     lifecycle = RunLifecycle(config.trainer, Path(config.trainer.default_local_dir))
     resume = would_resume(config, lifecycle.run_dir)
     # Without worker groups: the assembly reads and checks the data, and computes steps and updates, but builds no model.
-    parts = Assembly(config, place, {}, lifecycle, reader(config))
+    parts = Assembly(config, place, RunWorkers({}, None), lifecycle, reader(config))
     announce(parts.rate_changes(resume))
     check_rewards(config, parts)
     models = measured(config)

@@ -114,8 +114,8 @@ class Loop:
         """Print how long the start took, and write the seconds of each part to logs/start.json."""
         self.start.ended("sync")
         trainer = self.trainer
-        # By name: colocated roles share one worker group, which is asked once.
-        groups = {group.name: group for group in self.together.workers.values()}.values()
+        # Colocated roles share one worker group, which is asked once.
+        groups = dict.fromkeys([*self.together.workers.values(), *self.rollout.groups])
         asking = worker_call(Worker.start_times)
         asked = (trainer.watchdog.call(group, "ask", "times of the start", asking) for group in groups)
         seconds = self.start.seconds([times for of_group in asked for times in of_group])

@@ -6,7 +6,7 @@ controller reads the data; models are built next, and the rollout engine last, s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
 from typing import Any
@@ -25,7 +25,7 @@ from trainer.algorithms.losses.actor_loss import ActorLoss, ActorLossConfig
 from trainer.algorithms.moments import RunningMoments
 from trainer.checkpoint.resume import Checkpoint, rate_changes
 from trainer.cluster.concurrency import Together, phases_of
-from trainer.cluster.launch import open_backend, start_pools
+from trainer.cluster.launch import RunWorkers, open_backend, start_pools
 from trainer.cluster.remote import BaseModel, RemoteModel
 from trainer.cluster.role_builder import Training, limits, start_model, value_head
 from trainer.cluster.watchdog import Watchdog
@@ -57,7 +57,6 @@ from trainer.run.logger import Logger
 from trainer.run.timing import Start
 from trainer.tracking.token_dump import ResponseLog
 from trainer.tracking.tracker import Tracker, check_loggers
-from workers.controller.group import WorkerGroup
 from workers.controller.logs import announce
 from workers.engine.base import Head, LossSpec
 from workers.engine.hf.hf_model import vocab_size
@@ -104,14 +103,23 @@ def opened(assembly: type[Assembly], config: PPOConfig, lifecycle: RunLifecycle,
         backend = stack.enter_context(open_backend(config.trainer, config.ray_kwargs, config.timeouts, lifecycle.run_dir))
         start.ended("backend")
         place = placement_of(config, has_critic=wants_critic(config))
-        workers = start_pools(backend, config.trainer, place, config.timeouts, engine=config.actor_rollout_ref.rollout.name)
+        rollout = config.actor_rollout_ref.rollout
+        workers = start_pools(
+            backend,
+            config.trainer,
+            place,
+            config.timeouts,
+            engine=rollout.name,
+            engine_ranks=1 if rollout.name == "embedded" else rollout.tensor_model_parallel_size,
+            replacement=lifecycle.replacement,
+        )
         parts = assembly(config, place, workers, lifecycle, tokenizer)
         rewards.wait_ready()
         tracker = harness.open_tracker(
             config,
             lifecycle,
             resume,
-            workers,
+            workers.of_role,
             parts.watchdog,
             parts.phases,
             parts.total_steps,
@@ -162,7 +170,7 @@ def wants_critic(config: PPOConfig) -> bool:
 class Assembly:
     """Builds the parts of a loop, each from its part of the configuration.
 
-    place: pool of each role. workers: worker group of each role. Subclasses replace parts (trainer/ppo/replay.py); a dry run
+    place: pool of each role. Subclasses replace parts (trainer/ppo/replay.py); a dry run
     builds no models and passes no worker groups.
     """
 
@@ -170,7 +178,7 @@ class Assembly:
         self,
         config: PPOConfig,
         place: Placement,
-        workers: Mapping[str, WorkerGroup],
+        workers: RunWorkers,
         lifecycle: RunLifecycle,
         tokenizer: Tokenizer,
     ) -> None:
@@ -199,7 +207,7 @@ class Assembly:
     def loop(self, rewards: Rewards, resume: Checkpoint | None, tracker: Tracker, start: Start) -> Loop:
         """Build models and rollout engine, and assemble the loop."""
         config, options, val = self.config, self.config.trainer, self.config.actor_rollout_ref.rollout.val_kwargs
-        together = Together(self.workers, self.place.n_gpus)
+        together = Together(self.workers.of_role, self.place.n_gpus)
         actor, ref, critic = self.trained_and_reference(together)
         start.ended("models")
         if critic is not None and resume is None:
@@ -234,7 +242,7 @@ class Assembly:
         trainer = harness.build_trainer(
             config,
             self.lifecycle,
-            groups=self.workers.values(),
+            groups=self.workers.groups,
             n_gpus=self.place.n_gpus,
             tokenizer=self.tokenizer,
             tracker=tracker,
@@ -337,7 +345,7 @@ class Assembly:
     ) -> RemoteModel:
         """Build a role on its workers. forward: key of the limits of its forward passes."""
         return start_model(
-            self.workers[role],
+            self.workers.of_role[role],
             role,
             model=model,
             head=head,
@@ -401,7 +409,8 @@ class Assembly:
     def rollout(self) -> RemoteRollout:
         models = self.config.actor_rollout_ref
         spec = rollout_spec(models.model, models.rollout, self.config.data, self.config.trainer.device, self.lifecycle.run_dir)
-        return RemoteRollout(self.workers["rollout"], spec, "actor", self.watchdog, trainers=self.workers["actor"])
+        workers, replicas = self.workers.of_role, self.workers.replicas
+        return RemoteRollout(replicas or workers["rollout"], spec, "actor", self.watchdog, trainers=workers["actor"])
 
     def sampling(self) -> Sampling:
         models = self.config.actor_rollout_ref
@@ -437,5 +446,5 @@ class Assembly:
         return PromptStream(self.data, replace(self.order, batch_size=gen_batch_size))
 
     def reward_models(self) -> RewardModels | None:
-        config, on = self.config, (self.workers["reward"], self.place.pool("reward"), self.config.trainer, self.watchdog)
+        config, on = self.config, (self.workers.of_role["reward"], self.place.pool("reward"), self.config.trainer, self.watchdog)
         return start_reward_models(config.reward, *on, self.tokenizer, config.data.apply_chat_template_kwargs)

@@ -1,11 +1,13 @@
 """Restart a run that lost a worker, an engine or a node: tear everything down, start again, resume from the last checkpoint.
 
-A worker that dies may leave the others waiting in a collective, so a single one is not replaced. The whole attempt is ended
-instead (workers, Ray, reward processes), and the same process starts the next one. ``RunLifecycle`` holds what must outlive an
-attempt, and decides after a failure whether another one makes sense:
+A worker that dies may leave the others waiting in a collective, so a single one is not replaced, except in a pool of rollout
+replicas, which have no collective in common. The whole attempt is ended instead (workers, Ray, reward processes), and the same
+process starts the next one. ``RunLifecycle`` holds what must outlive an attempt, and decides after a failure whether another one
+makes sense:
 
 - Errors that the user has to fix, and errors of the controller itself, end the run.
-- ``trainer.max_restarts`` limits the number of restarts, MAX_RESTARTS_WITHOUT_PROGRESS those in a row without progress.
+- ``trainer.max_restarts`` limits the number of restarts, MAX_RESTARTS_WITHOUT_PROGRESS those in a row without progress. The
+  replacement of a rollout replica counts as a restart.
 - A restart with halved micro-batches after memory ran out is not counted if it repeats few steps.
 """
 
@@ -15,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from typing import Literal
 
 from configs.schema.common import RunConfig, is_ever
 from configs.sweeps.sweep_points import Status
@@ -32,7 +35,7 @@ from workers.controller.logs import chatter_to, tell
 from workers.controller.stop import graceful_stop
 
 MAX_RESTARTS_WITHOUT_PROGRESS = 2
-"""Maximum number of consecutive restarts that complete no new step."""
+"""Maximum number of consecutive restarts that complete no new step; of replacements too."""
 MAX_REPEATED_STEPS = 2
 """Maximum number of steps that an uncounted restart after out-of-memory may repeat if trainer.save_freq does not allow more."""
 USER_ERRORS = ("ValueError", "FileNotFoundError")
@@ -55,8 +58,8 @@ class RunLifecycle:
         self.restarted = False
         self._budgets: dict[str, Budget] = {}
         self._restarts = 0
-        self._restarts_without_progress = 0
-        self._reached: int | None = None  # the furthest step at the last failure
+        self._without_progress: dict[str, tuple[int, int]] = {}
+        """By kind: the furthest step at the last restart or replacement, and how many before it had the same."""
         self._resume: Checkpoint | None = None
         self._taken: Checkpoint | None = None  # the checkpoint of the current attempt
 
@@ -122,21 +125,40 @@ class RunLifecycle:
                 raise self._out_of_memory(events, step, lost, cause) from error
         if self.trainer.max_restarts == 0 or (isinstance(error, WorkerError) and error.kind in USER_ERRORS):
             raise error
-        # Progress is a step beyond all steps of earlier attempts; repeating lost steps is none.
-        self._restarts_without_progress = self._restarts_without_progress + 1 if self._reached == self.stopping.furthest else 0
-        self._reached = self.stopping.furthest
-        if self._restarts == self.trainer.max_restarts or self._restarts_without_progress == MAX_RESTARTS_WITHOUT_PROGRESS:
-            why = (
-                "it got no further"
-                if self._restarts_without_progress == MAX_RESTARTS_WITHOUT_PROGRESS
-                else f"trainer.max_restarts={self.trainer.max_restarts}"
-            )
-            events.add(step, "gave up", f"after {self._restarts} restarts ({why}): {cause}")
+        if (limit := self._count("restart")) is not None:
+            events.add(step, "gave up", f"after {self._restarts} restarts ({limit}): {cause}")
             raise error
-        self._restarts += 1
         self._schedule_restart(
             events, step, f"{self._restarts} of {self.trainer.max_restarts}: {cause}", self._newest_checkpoint()
         )
+
+    @contextmanager
+    def replacement(self, what: str, death: WorkerError) -> Iterator[None]:
+        """Count the replacement of workers within the block as a restart, and record it. what: replica and role.
+
+        Raises ``death`` if a limit of restarts is reached, for ``handle_failure``; Stopped if the run was to stop anyway.
+        """
+        self.stopping.check(after_failure=True)
+        if self._count("replacement") is not None:
+            raise death
+        yield
+        cause = str(death).partition("\n")[0]
+        text = f"{what} was replaced, {self._restarts} of {self.trainer.max_restarts}: {cause}"
+        Events(self.run_dir).add(max(self.stopping.furthest, 0), "replaced", text)
+
+    def _count(self, kind: Literal["restart", "replacement"]) -> str | None:
+        """Count a restart or a replacement, unless a limit is reached: returns this limit."""
+        # Progress is a step beyond all steps of earlier attempts; repeating lost steps is none. Each kind has its own count: a
+        # restart may help where replacements do not, such as after several deaths in one step.
+        reached, repeats = self._without_progress.get(kind, (None, 0))
+        repeats = repeats + 1 if reached == self.stopping.furthest else 0
+        if repeats == MAX_RESTARTS_WITHOUT_PROGRESS:
+            return "it got no further"
+        if self._restarts == self.trainer.max_restarts:
+            return f"trainer.max_restarts={self.trainer.max_restarts}"
+        self._restarts += 1
+        self._without_progress[kind] = self.stopping.furthest, repeats
+        return None
 
     @contextmanager
     def record_status(self) -> Iterator[None]:

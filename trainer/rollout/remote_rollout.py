@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 
+from trainer.cluster.launch import Replicas
 from trainer.cluster.remote import mesh_of
 from trainer.cluster.watchdog import StartedCall, Watchdog
 from trainer.rollout.scheduler import Ended, RolloutScheduler
 from workers.batch import Batch
-from workers.controller.group import WorkerGroup
-from workers.controller.rpc import Call, role_call, worker_call
+from workers.controller.group import WorkerError, WorkerGroup
+from workers.controller.rpc import Call, Mesh, role_call, worker_call
 from workers.metric import Metrics, join_metrics
 from workers.roles.model_role import ModelRole
 from workers.roles.rollout_role import RolloutRole
@@ -26,51 +27,96 @@ R = TypeVar("R")
 
 
 class RemoteRollout:
-    """The rollout role on all workers of a group."""
+    """The rollout role on all workers that have a part of it.
+
+    groups: their worker groups. Replicas in a pool of their own have a group each, ``meshes`` of one shard, and can be replaced;
+    otherwise one group has all replicas.
+    """
 
     def __init__(
-        self, group: WorkerGroup, spec: RolloutSpec, source: str, watchdog: Watchdog, *, trainers: WorkerGroup | None = None
+        self,
+        workers: WorkerGroup | Replicas,
+        spec: RolloutSpec,
+        source: str,
+        watchdog: Watchdog,
+        *,
+        trainers: WorkerGroup | None = None,
     ) -> None:
-        """source: model role whose weights the engines use. trainers: its worker group, if it is not ``group``."""
-        self.group = group
+        """source: model role whose weights the engines use. trainers: its worker group, if it is not ``workers``."""
+        self._replicas = workers if isinstance(workers, Replicas) else None
+        self.groups = workers.groups if isinstance(workers, Replicas) else [workers]
         self.engine = spec.rollout.name
         self.watchdog = watchdog
         self.source = source
-        self.trainers = trainers if trainers is not group else None
+        self.trainers = trainers if trainers is not workers else None
         # Colocated engines that free their memory lose their weights while a model is active, see ``rest``.
         self._gives_way = spec.rollout.free_cache_engine and self.trainers is None
         self.version, self._slept = 0, False
-        self._slots, self.balance = spec.rollout.max_num_seqs, spec.rollout.balance
+        self._spec, self.balance = spec, spec.rollout.balance
         self._progress = None if spec.run_dir is None else Progress(progress_file(spec.run_dir, 0))
+        self.meshes: list[Mesh] = self._build(range(len(self.groups)))
+
+    def _build(self, numbers: Sequence[int]) -> list[Mesh]:
+        """Build the engines of these groups; returns the mesh of each."""
         from workers.roles.worker import Worker
 
         if self.trainers is None:
-            places = self._call("start", worker_call(Worker.build_rollout, ROLE, spec, source))
+            calls = [worker_call(Worker.build_rollout, ROLE, self._spec, self.source) for _ in numbers]
         else:
-            offering = worker_call(Worker.offer_weights, source, group.world_size)
-            meeting, *_ = watchdog.call(self.trainers, "start", f"start of {source}", offering)
-            assert meeting is not None, "rank 0 returns it"
-            places = self._call("start", worker_call(Worker.build_rollout_apart, ROLE, spec, meeting))
-        self.mesh = mesh_of(places)
-        group.register_mesh(ROLE, self.mesh)
+            calls = []
+            for number in numbers:
+                offering = worker_call(Worker.offer_weights, self.source, self.groups[number].world_size, number)
+                meeting, *_ = self.watchdog.call(self.trainers, "start", f"start of {self.source}", offering)
+                assert meeting is not None, "rank 0 returns it"
+                calls.append(worker_call(Worker.build_rollout_apart, ROLE, self._spec, meeting))
+        meshes = [mesh_of(places) for places in self._together("start", dict(zip(numbers, calls, strict=True)))]
+        for number, mesh in zip(numbers, meshes, strict=True):
+            self.groups[number].register_mesh(ROLE, mesh)
+        return meshes
 
     def sync_weights(self, version: int) -> Metrics:
-        """Give every engine the weights of the source; completions have ``version`` from now on."""
+        """Give every engine the weights of the source; completions have ``version`` from now on.
+
+        Replicas that died since their last call are replaced first.
+        """
+        from workers.roles.worker import Worker
+
         self.version, self._slept = version, False
-        receiving = role_call(ROLE, RolloutRole.sync_weights, version)
+        if self._replicas is not None:
+            asking = worker_call(Worker.is_alive)
+            alive = [self.start_call(asking, replica, phase="ask") for replica in range(self.n_replicas)]
+            results = self.watchdog.results(alive, every=True)
+            for replica, call in enumerate(alive):
+                if isinstance(death := results[call], WorkerError):
+                    with self._replicas.replaced(replica, death):
+                        self._build([replica])
+        return self._sync(range(len(self.groups)))
+
+    def _sync(self, numbers: Sequence[int]) -> Metrics:
+        """Give the engines of these groups the weights of the source."""
+        receiving = dict.fromkeys(numbers, role_call(ROLE, RolloutRole.sync_weights, self.version))
         if self.trainers is None:
-            return join_metrics(self._call("sync", receiving))
-        sending = (self.trainers, f"weight sync ({self.source} sends)", role_call(self.source, ModelRole.send_weights))
+            return join_metrics([one for of_group in self._together("sync", receiving) for one in of_group])
+        what = f"weight sync ({self.source} sends)"
+        sending = (self.trainers, what, role_call(self.source, ModelRole.send_weights, list(numbers)))
         # Both sides at the same time: the transfer is collective over senders and receivers.
-        metrics, _ = self.watchdog.together("sync", (self.group, self._what("sync"), receiving), sending)
-        return join_metrics(metrics)
+        *metrics, _ = self._together("sync", receiving, sending)
+        return join_metrics([one for of_group in metrics for one in of_group])
+
+    def replace(self, replica: int, death: WorkerError) -> None:
+        """Replace a replica by one without requests, with the present weights. Raises ``death`` if it cannot be replaced."""
+        if self._replicas is None:
+            raise death
+        with self._replicas.replaced(replica, death):
+            self._build([replica])
+            self._sync([replica])
 
     def rest(self, group: WorkerGroup | None) -> None:
         """Record that a model on the workers of ``group`` was active.
 
         Engines that slept meanwhile get their weights again before the next responses.
         """
-        self._slept = self._slept or (self._gives_way and group is self.group)
+        self._slept = self._slept or (self._gives_way and group in self.groups)
 
     def generate(self, prompts: Batch, sampling: Sampling, group_size: int) -> Batch:
         """Generate a response to each row of ``prompts``; as ``stream``, in the order of the prompts and without rows["id"]."""
@@ -109,39 +155,53 @@ class RemoteRollout:
         """
         if self._slept:
             self.sync_weights(self.version)
+        slots = self._spec.rollout.max_num_seqs
         scheduler = RolloutScheduler(
-            n_replicas=len(self.mesh.output_ranks), slots=self._slots, max_tokens=sampling.max_tokens, balance=self.balance
+            n_replicas=self.n_replicas, slots=slots, max_tokens=sampling.max_tokens, balance=self.balance
         )
         if self._progress is not None:
             self._progress.begin(expected)
-        # SGLang generates between the calls too: its replicas keep no common time.
-        in_step = (in_step or self.balance == "tokens") and self.engine != "sglang"
+        in_step = (in_step or self.balance == "tokens") and self.keeps_common_time
         return RolloutFlow(self, scheduler, sampling, requests, self._progress, in_step=in_step)
 
-    def start_call(self, call: Call[Batch], replica: int, work: str) -> StartedCall[Batch]:
+    @property
+    def keeps_common_time(self) -> bool:
+        """Whether engine steps happen in calls only. SGLang generates between the calls too."""
+        return self.engine != "sglang"
+
+    @property
+    def n_replicas(self) -> int:
+        return sum(len(mesh.output_ranks) for mesh in self.meshes)
+
+    @property
+    def replaceable(self) -> bool:
+        """Whether a replica that dies can be replaced."""
+        return self._replicas is not None
+
+    def start_call(self, call: Call[R], replica: int, work: str = "", *, phase: str = "generate") -> StartedCall[R]:
         """Start a call on the ranks of a replica. work: what they do in it, for messages."""
+        number, shard = (0, replica) if self._replicas is None else (replica, 0)
 
         def of_ranks() -> list[str]:
-            return [work if shard == replica else "" for shard in self.mesh.shard_of_rank]
+            return [work if own == shard else "" for own in self.meshes[number].shard_of_rank]
 
-        what = self._what("generate")
-        return self.watchdog.start(self.group, "generate", what, call, mesh=ROLE, replica=replica, work=of_ranks)
+        what = self._what(phase, number)
+        return self.watchdog.start(self.groups[number], phase, what, call, mesh=ROLE, replica=shard, work=of_ranks)
 
-    def suspend(self) -> list[Batch]:
-        """Take all requests from the engines, between calls; see RolloutRole.suspend."""
-        return self._call("generate", role_call(ROLE, RolloutRole.suspend), mesh=ROLE)
+    def _together(self, phase: str, calls: Mapping[int, Call[R]], *others: tuple[WorkerGroup, str, Call[Any]]) -> list[list[Any]]:
+        """Results of calls on groups, by number, and on other workers that they wait for; see Watchdog.together."""
+        own = ((self.groups[number], self._what(phase, number), call) for number, call in calls.items())
+        return self.watchdog.together(phase, *own, *others)
 
-    def _call(self, phase: str, call: Call[R], *, mesh: str | None = None, work: Callable[[], Sequence[str]] = list) -> list[R]:
-        """Result of a call, see Watchdog.call. The group has no other call in progress: the phase's time is that of this call."""
-        return self.watchdog.call(self.group, phase, self._what(phase), call, mesh=mesh, work=work)
-
-    def _what(self, phase: str) -> str:
-        return f"{PHASES[phase]} (rollout engine {self.engine})"
+    def _what(self, phase: str, number: int) -> str:
+        """What workers of a group do, for messages."""
+        return f"{PHASES[phase]} (rollout engine {self.engine}{f', replica {number}' if len(self.groups) > 1 else ''})"
 
     def stats(self) -> dict[str, float]:
         """Counters of all engines since the last call, summed; see Rollout.stats."""
-        parts = self._call("ask", role_call(ROLE, RolloutRole.stats), mesh=ROLE)
-        return {name: sum(part[name] for part in parts) for name in parts[0]}
+        parts = self._together("ask", dict.fromkeys(range(len(self.groups)), role_call(ROLE, RolloutRole.stats)))
+        first = [of_group[rank] for of_group, mesh in zip(parts, self.meshes, strict=True) for rank in mesh.output_ranks]
+        return {name: sum(part[name] for part in first) for name in first[0]}
 
 
 class RolloutFlow:
@@ -168,7 +228,10 @@ class RolloutFlow:
         self._requests = requests
         self._progress = progress
         self._in_step = in_step
-        self._calls: set[StartedCall[Batch]] = set()
+        self._calls: dict[StartedCall[Batch], tuple[int, int]] = {}
+        """Calls in progress: (replica, number of the call on it)."""
+        self._made: list[list[Call[Batch]]] = [[] for _ in range(rollout.n_replicas)]
+        """By replica: its calls so far, which are repeated if it is replaced; only the last one if it cannot be."""
         self._ended = self._ended_tokens = 0
 
     def admit(self, ids: Sequence[int], prompt_tokens: int) -> None:
@@ -183,9 +246,7 @@ class RolloutFlow:
     def start(self) -> bool:
         """Give the replicas their next calls; returns whether any call is in progress."""
         for replica, ids in self._scheduler.calls().items():
-            call = role_call(ROLE, RolloutRole.advance, self._requests(ids), self._sampling, STEPS)
-            work = f"{self._scheduler.held(replica)} unfinished responses, at most {STEPS} steps"
-            self._calls.add(self._rollout.start_call(call, replica, work))
+            self._start(replica, self._advance(ids, STEPS))
         return bool(self._calls)
 
     def wait(self) -> list[Batch]:
@@ -193,10 +254,9 @@ class RolloutFlow:
 
         Where replicas keep no common time: for at least one call.
         """
-        results = self._rollout.watchdog.results(self._calls, every=self._in_step)
-        self._calls -= results.keys()
+        results = self._results(every=self._in_step)
         self._scheduler.record(
-            {call.replica: Ended(one.rows["id"].tolist(), one.lengths.tolist()) for call, one in results.items()}
+            {replica: Ended(one.rows["id"].tolist(), one.lengths.tolist()) for replica, one in results.items()}
         )
         self._ended += sum(map(len, results.values()))
         self._ended_tokens += sum(one.total_tokens for one in results.values())
@@ -209,4 +269,48 @@ class RolloutFlow:
         ended: list[Batch] = []
         while self._calls:
             ended += self.wait()
-        return ended, self._rollout.suspend()
+        for replica in range(len(self._made)):
+            self._start(replica, role_call(ROLE, RolloutRole.suspend))
+        interrupted = self._results(every=True)
+        return ended, [part for _, part in sorted(interrupted.items())]
+
+    def _advance(self, ids: Sequence[int], steps: int) -> Call[Batch]:
+        return role_call(ROLE, RolloutRole.advance, self._requests(ids), self._sampling, steps)
+
+    def _start(self, replica: int, call: Call[Batch]) -> None:
+        """Start the next call on a replica."""
+        if not (self._rollout.replaceable and self._rollout.keeps_common_time):
+            self._made[replica].clear()
+        self._made[replica].append(call)
+        self._run(replica, len(self._made[replica]) - 1)
+
+    def _run(self, replica: int, number: int) -> None:
+        work = f"{self._scheduler.held(replica)} unfinished responses, at most {STEPS} steps"
+        self._calls[self._rollout.start_call(self._made[replica][number], replica, work)] = replica, number
+
+    def _results(self, *, every: bool) -> dict[int, Batch]:
+        """Results of the calls that ended, by replica, after waiting for the first one (every: for all).
+
+        A replica that died is replaced, and repeats its calls since the flow began: the same requests share its steps again, and
+        the result of the last call is the one that was lost.
+        """
+        found: dict[int, Batch] = {}
+        while self._calls and (every or not found):
+            for call, result in self._rollout.watchdog.results(self._calls, every=every).items():
+                replica, number = self._calls.pop(call)
+                if isinstance(result, WorkerError):
+                    self._rollout.replace(replica, result)
+                    if not self._rollout.keeps_common_time:
+                        self._made[replica] = self._reissued(replica)
+                    self._run(replica, 0)
+                elif number + 1 < len(self._made[replica]):
+                    self._run(replica, number + 1)
+                else:
+                    found[replica] = result
+        return found
+
+    def _reissued(self, replica: int) -> list[Call[Batch]]:
+        """Calls for an engine whose steps cannot be repeated: all unfinished requests, then the call that was lost."""
+        lost = self._made[replica][-1]
+        again = self._advance((), STEPS) if lost.method == RolloutRole.advance.__name__ else lost
+        return [self._advance(self._scheduler.rows(replica), 0), again]

@@ -142,7 +142,7 @@ class Sampler:
     @property
     def may_begin_early(self) -> bool:
         """Whether responses may be generated before it is known that the step needs them, while others are scored."""
-        colocated = self.models is not None and self.models.group is self.rollout.group
+        colocated = self.models is not None and self.models.group in self.rollout.groups
         return self.rollout.balance == "tokens" and not colocated  # a colocated reward model has the GPUs while it scores
 
     def sample_to_train(self, prompts: Sequence[Prompt], step: int, phases: Phases, overlap: Overlap | None = None) -> Batch:

@@ -69,6 +69,10 @@ class RolloutScheduler:
         """Number of rows that a replica has."""
         return len(self._running[replica])
 
+    def rows(self, replica: int) -> list[int]:
+        """The rows that a replica has, in the order in which it got them."""
+        return list(self._running[replica])
+
     def admit(self, rows: Sequence[int], prompt_tokens: int) -> None:
         """Queue rows with the same prompt."""
         self._waiting.append(_Group(tuple(rows), prompt_tokens / len(rows)))

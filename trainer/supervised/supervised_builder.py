@@ -78,7 +78,7 @@ def attempt(config: Config, lifecycle: RunLifecycle) -> None:
         run_trainer = harness.build_trainer(
             config,
             lifecycle,
-            groups=[workers],
+            groups=lambda: [workers],
             n_gpus=world_size(trainer),
             tokenizer=tokenizer,
             tracker=tracker,

@@ -23,7 +23,7 @@ class WorkerInfo:
     """Position of a worker in its group; the first argument of its constructor.
 
     local_rank: its slot on the node; on CUDA the index of its device among those it sees. master_addr, master_port: a free
-    port on rank 0's node.
+    port on rank 0's node. n_groups: number of groups of this size that share the pool's nodes, and their memory on CPU.
     """
 
     rank: int
@@ -32,13 +32,18 @@ class WorkerInfo:
     node_rank: int
     master_addr: str
     master_port: int
+    n_groups: int = 1
 
 
 class WorkerError(RuntimeError):
-    """A rank failed in ``phase`` (the name of the method if the call had none), or its process died. Others may be running."""
+    """A rank failed in ``phase`` (the name of the method if the call had none), or its process died. Others may be running.
 
-    def __init__(self, rank: int, phase: str, message: str, remote_traceback: str = "") -> None:
+    process_died: see Failure.
+    """
+
+    def __init__(self, rank: int, phase: str, message: str, remote_traceback: str = "", *, process_died: bool = False) -> None:
         super().__init__(rank, phase, message, remote_traceback)
+        self.process_died = process_died
         self.rank = rank
         self.phase = phase
         self.message = message
@@ -208,7 +213,8 @@ class Future(Generic[R]):
         """Record what has arrived. An error is stored: ``done`` must not raise, and every call of ``result`` must."""
         if self.replies.missing and self._error is None and (failed := self.replies.receive(timeout)):
             rank, failure = failed
-            self._error = WorkerError(rank, self._phase or failure.method, failure.message, failure.traceback)
+            phase = self._phase or failure.method
+            self._error = WorkerError(rank, phase, failure.message, failure.traceback, process_died=failure.process_died)
             self._error.__cause__ = failure.error
 
 

@@ -49,7 +49,7 @@ class LocalBackend(Backend):
         names, messages = pack_arguments((args, kwargs), pack)
         for rank, executor in enumerate(executors):
             node, local_rank = pool.place(rank)
-            info = WorkerInfo(rank, pool.world_size, local_rank, node, "127.0.0.1", port)
+            info = WorkerInfo(rank, pool.world_size, local_rank, node, "127.0.0.1", port, pool.n_parts)
             # Every call on the group now reports this failure: the other ranks need not be built.
             if isinstance(executor.start(info, pack(worker), names, *messages), Failure):
                 break

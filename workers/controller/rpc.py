@@ -213,12 +213,14 @@ class Failure:
 
     method: that failed (``__init__``: the constructor of the worker). message: "<class>: <text>" of the exception, or what is
     known of a process that died. traceback: as formatted in the worker. error: the exception, if it is in this process.
+    process_died: the process died, and its node is known to live: another one could start in its place.
     """
 
     method: str
     message: str
     traceback: str
     error: BaseException | None
+    process_died: bool = False
 
 
 class Executor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from concurrent.futures import Future, wait
 
 from workers.batch import Batch
@@ -38,11 +39,14 @@ class ModelRole:
         spared = self.engine.flops([] if prompts is None else prompts.repeated(plan), backward=True)
         return metrics | {"flops": Metric.sum(self.engine.flops(batch.lengths.tolist(), backward=True) - spared)}
 
-    def send_weights(self) -> None:
-        """Send the weights to rollout engines in other processes, which run sync_weights meanwhile. Collective."""
+    def send_weights(self, replicas: Collection[int] | None = None) -> None:
+        """Send the weights to rollout engines in other processes, which run sync_weights meanwhile. Collective.
+
+        replicas: numbers of the engines' channels, see Worker.offer_weights; None: all.
+        """
         assert self.sender is not None, f"role {self.name}: no engine gets its weights"
         self.memory_scheduler.enter("sync", self.name)
-        self.sender.serve()
+        self.sender.serve(replicas)
 
     def save(self, path: str, background: bool) -> None:
         """Start to save, see TrainEngine.save. ``saved`` returns the outcome."""

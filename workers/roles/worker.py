@@ -132,17 +132,19 @@ class Worker:
         replica, rank_in_it = divmod(self.info.rank, rollout.tensor_parallel_size)
         return replica, rank_in_it == 0
 
-    def offer_weights(self, role: str, receivers: int) -> Rendezvous | None:
+    def offer_weights(self, role: str, receivers: int, replica: int = 0) -> Rendezvous | None:
         """Let send_weights of this model role serve rollout engines in other processes. receivers: number of their ranks.
 
-        Returns on rank 0 where they connect, on other ranks None.
+        replica: number of their channel; a channel that it had before is abandoned. Returns on rank 0 where they connect, on
+        other ranks None.
         """
-        model, channel, meeting = self._model(role), None, None
-        if self.info.rank == 0:
-            channel, port = Channel.offered(self.info.master_addr, receivers, self.device, self._limit)
-            meeting = Rendezvous(self.info.master_addr, port, receivers, model.engine.adapter_config)
-        model.sender = Sender(model.engine, channel)
-        return meeting
+        model = self._model(role)
+        model.sender = model.sender or Sender(model.engine)
+        if self.info.rank != 0:
+            return None
+        channel, port = Channel.offered(self.info.master_addr, receivers, self.device, self._limit)
+        model.sender.connect(replica, channel)
+        return Rendezvous(self.info.master_addr, port, receivers, model.engine.adapter_config)
 
     def _model(self, role: str) -> ModelRole:
         model = self.roles[role]
@@ -153,6 +155,9 @@ class Worker:
         """{name: sha256} of this rank's part of the files: consecutive ones, as many as on any other rank or one fewer."""
         start, end = (len(names) * rank // self.info.world_size for rank in (self.info.rank, self.info.rank + 1))
         return hashes_of(directory, names[start:end])
+
+    def is_alive(self) -> None:
+        """Answer a call: the process lives."""
 
     def start_times(self) -> tuple[float, dict[str, float]]:
         """See StartTimes.take."""

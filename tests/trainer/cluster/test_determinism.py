@@ -62,11 +62,15 @@ def test_workers_of_every_pool_are_polled_once(tmp_path: Path) -> None:
         asked.append(group.name)
         return [[], [f"kernel_of_{group.name}"]]
 
-    one, other = (cast(WorkerGroup, SimpleNamespace(name=name)) for name in ("a", "b"))
-    watch = KernelWatch([one, other, one], Events(tmp_path), cast(Watchdog, SimpleNamespace(call=call)))
+    groups = [cast(WorkerGroup, SimpleNamespace(name=name)) for name in ("a", "b")]
+    watch = KernelWatch(lambda: groups, Events(tmp_path), cast(Watchdog, SimpleNamespace(call=call)))
     watch.look(3)
     assert asked == ["a", "b"]
-    assert [event["text"].split()[0] for event in read_lines(tmp_path / EVENTS)] == ["kernel_of_a", "kernel_of_b"]
+    groups[1] = cast(WorkerGroup, SimpleNamespace(name="c"))  # it was replaced
+    watch.look(4)
+    assert asked[2:] == ["a", "c"]
+    kernels = [event["text"].split()[0] for event in read_lines(tmp_path / EVENTS)]
+    assert kernels == ["kernel_of_a", "kernel_of_b", "kernel_of_c"]
 
 
 def test_deterministic_vllm_is_batch_invariant() -> None:

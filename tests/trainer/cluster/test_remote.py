@@ -43,7 +43,7 @@ class Mirror:
     def build_rollout(self, role: str, spec: object, source: str) -> tuple[int, bool]:
         return self.rank, True
 
-    def offer_weights(self, role: str, receivers: int) -> str | None:
+    def offer_weights(self, role: str, receivers: int, replica: int) -> str | None:
         assert role == "actor"
         return None if self.rank else f"here, for {receivers}"
 
@@ -51,7 +51,7 @@ class Mirror:
         assert meeting == "here, for 3"
         return self.rank // 2, self.rank % 2 == 0
 
-    def send_weights(self) -> None:
+    def send_weights(self, replicas: list[int]) -> None:
         self.sent = True
 
     def sync_weights(self, version: int) -> dict[str, Metric]:
@@ -248,7 +248,7 @@ class FailingGroup:
     def register_mesh(self, name: str, mesh: object) -> None:
         """Its single engine needs none."""
 
-    def call(self, call: Call[Any], *, mesh: str | None, phase: str, limit: Limit, replica: int | None = None) -> Any:
+    def call(self, call: Call[Any], *, phase: str, limit: Limit, mesh: str | None = None, replica: int | None = None) -> Any:
         self.limits[call.method] = limit.seconds
         replies = SimpleNamespace(ended={})
         result = partial(self._result, call.method, phase, limit)

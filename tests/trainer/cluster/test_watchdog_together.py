@@ -9,7 +9,7 @@ import pytest
 
 from tests.trainer.watchdogs import watchdog
 from trainer.cluster import watchdog as module
-from trainer.cluster.watchdog import MEASURED, WIDENED
+from trainer.cluster.watchdog import MEASURED, WIDENED, StartedCall
 from workers.controller.group import Future, Limit, PhaseTimeout, Replies, WorkerError
 from workers.controller.process_inspection import ProcessState, RankState
 from workers.controller.rpc import Call, Failure
@@ -67,6 +67,24 @@ def failed(rank: int, message: str) -> tuple[int, Failure]:
 
 def lost() -> tuple[int, Failure]:
     return failed(0, f"{ChannelLost.__name__}: it closed")
+
+
+def test_death_of_one_replica_leaves_the_results_of_others(tmp_path: Path) -> None:
+    """Any other error is raised."""
+    limits = watchdog(tmp_path)
+    replies = ["fine", (0, Failure("work", "process 7 died", "", None, process_died=True)), "fine too"]
+
+    def started() -> list[StartedCall[str]]:
+        futures = [Future[str]("work", Later(0.0, reply), [0], begun=0.0) for reply in replies]
+        return [StartedCall(future, "workers", "generate", "generation", list, 0, 0.0) for future in futures]
+
+    calls = started()
+    found = limits.results(calls, every=True)
+    death = found.pop(calls[1])
+    assert found == {calls[0]: "fine", calls[2]: "fine too"} and isinstance(death, WorkerError) and death.process_died
+    replies[1] = failed(0, "RuntimeError: no")
+    with pytest.raises(WorkerError, match="RuntimeError: no"):
+        limits.results(started(), every=True)
 
 
 def test_results_are_in_the_order_of_the_calls_and_the_time_is_measured(tmp_path: Path) -> None:

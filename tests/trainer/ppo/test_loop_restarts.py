@@ -2,6 +2,7 @@
 
 import re
 import shutil
+import signal
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from tests.runs import make_task, metrics_of, ppo_arguments, repeatable, run_ppo
 from tests.trainer.ppo.test_loop_stops import events_of
 from trainer import main_ppo
 from trainer.resilience.restart import RunLifecycle, run_with_restarts
+from trainer.run.errors import Stopped
 from workers.controller.group import PhaseTimeout, WorkerError
 from workers.plan import Limits
 
@@ -133,6 +135,53 @@ def test_lost_node_and_exceeded_limit_restart_the_run(tmp_path: Path, error: Exc
         outcomes.append(KeyError("key"))
         run_with_restarts(lifecycle, attempt)
     assert len(events_of(tmp_path)) == 1
+
+
+DEATH = WorkerError(0, "generation", "process 7 died", process_died=True)
+
+
+def test_replacements_count_as_restarts(tmp_path: Path) -> None:
+    """Two replacements without a new step; each is an event once it is complete. A later step allows another one."""
+    lifecycle = lifecycle_at(3, tmp_path, "trainer.max_restarts=3")
+    for number in (1, 2):
+        with lifecycle.replacement("replica 5 of rollout", DEATH):
+            assert len(events_of(tmp_path)) == number - 1
+    with pytest.raises(WorkerError), lifecycle.replacement("replica 5 of rollout", DEATH):
+        raise AssertionError("it is not replaced")
+    lifecycle.stopping.furthest = 4
+    with pytest.raises(RuntimeError, match="no engine"), lifecycle.replacement("replica 5 of rollout", DEATH):
+        raise RuntimeError("no engine")
+    text = "replica 5 of rollout was replaced, {} of 3: rank 0 failed in generation: process 7 died"
+    assert events_of(tmp_path) == [(3, "replaced", text.format(number)) for number in (1, 2)]
+    lifecycle.stopping.furthest = 5
+    with pytest.raises(WorkerError), lifecycle.replacement("replica 5 of rollout", DEATH):
+        raise AssertionError("three are all that max_restarts allows")
+    with pytest.raises(WorkerError):
+        lifecycle.handle_failure(DEATH)
+    (*_, (_, kind, text)) = events_of(tmp_path)
+    assert (kind, text.partition(":")[0]) == ("gave up", "after 3 restarts (trainer.max_restarts=3)")
+
+
+def test_restart_follows_replacements_without_progress(tmp_path: Path) -> None:
+    """Restarts without progress have a count of their own: the run gives up after two of each."""
+    lifecycle = lifecycle_at(3, tmp_path, "trainer.max_restarts=9")
+    for _ in range(2):
+        with lifecycle.replacement("replica 5 of rollout", DEATH):
+            pass
+    for _ in range(2):
+        with pytest.raises(WorkerError), lifecycle.replacement("replica 5 of rollout", DEATH):
+            raise AssertionError("it is not replaced")
+        lifecycle.handle_failure(DEATH)
+    with pytest.raises(WorkerError):
+        lifecycle.handle_failure(DEATH)
+    assert [kind for _, kind, _ in events_of(tmp_path)] == ["replaced", "replaced", "restart", "restart", "gave up"]
+
+
+def test_run_that_is_to_stop_replaces_nothing(tmp_path: Path) -> None:
+    lifecycle = lifecycle_at(3, tmp_path, "trainer.max_restarts=3")
+    lifecycle.stopping._signal = signal.SIGTERM
+    with pytest.raises(Stopped), lifecycle.replacement("replica 5 of rollout", DEATH):
+        raise AssertionError("it is not replaced")
 
 
 OUT_OF_MEMORY = WorkerError(3, "update of actor", "OutOfMemory: CUDA out of memory. Tried to allocate 2.00 GiB")

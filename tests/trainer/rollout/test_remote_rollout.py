@@ -1,20 +1,25 @@
 """Requests that the controller places on engines and responses that it joins, with workers that only record."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from types import SimpleNamespace
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import pytest
+import torch
 
 from tests.trainer.cluster.test_remote import PATIENT, SAMPLING, SIZES, EndedCall, Mirror
 from tests.workers.rollout.engines import spec_of
 from tests.workers.test_batch import numbered
-from trainer.rollout.remote_rollout import RemoteRollout
+from trainer.cluster.launch import Replicas
+from trainer.rollout.remote_rollout import RemoteRollout, RolloutFlow
 from workers.batch import Batch
-from workers.controller.group import WorkerGroup
+from workers.controller.group import WorkerError, WorkerGroup
 from workers.controller.local_backend import LocalBackend
 from workers.controller.resource_pool import ResourcePool
 from workers.controller.rpc import Call, worker_call
+from workers.metric import Metric
 
 
 @pytest.fixture
@@ -31,7 +36,8 @@ def test_disaggregated_engines_receive_weights_while_the_trainer_sends(workers: 
     with LocalBackend() as backend:
         trainers = backend.start_group("trainers", ResourcePool((2,), "cpu", "pool"), Mirror)
         rollout = RemoteRollout(workers, spec_of("somewhere"), "actor", PATIENT, trainers=trainers)
-        assert rollout.mesh.shard_of_rank == (0, 0, 1) and rollout.mesh.output_ranks == (0, 2)
+        (mesh,) = rollout.meshes
+        assert mesh.shard_of_rank == (0, 0, 1) and mesh.output_ranks == (0, 2)
         metrics = rollout.sync_weights(4)
         assert (metrics["version"].value, metrics["ranks"].value) == (4, 3)
         assert (
@@ -79,6 +85,216 @@ def test_engine_has_its_next_call_while_the_caller_works_on_responses() -> None:
     calls_at_a_part = [(part.rows["id"].tolist(), len(group.rows)) for part in rollout.stream(numbered(SIZES), SAMPLING, 4)]
     assert group.rows == [4, 4, 4]
     assert calls_at_a_part == [([0, 1, 2, 3], 2), ([4, 5, 6, 7], 3), ([8, 9, 10, 11], 3)]
+
+
+class ReplicaGroup:
+    """Workers of one replica, in this process, that die at the given calls. A call runs four engine steps at most.
+
+    An engine runs two requests at the same time. A request has as many steps as its seed, and as the log-prob of a step the
+    number of requests that share it. calls: methods of all replicas that had these slots.
+    """
+
+    world_size = 1
+
+    def __init__(self, name: str, calls: list[str], deaths: Sequence[int]) -> None:
+        self.name = name
+        self.calls, self.deaths = calls, deaths
+        self.version = -1
+        self.dead = False
+        self.running: dict[int, tuple[int, list[float]]] = {}
+
+    def register_mesh(self, name: str, mesh: object) -> None:
+        """Its single engine needs none."""
+
+    def shutdown(self) -> None:
+        """They are dead already."""
+        assert self.dead
+
+    def call(self, call: Call[Any], *, phase: str, **_: object) -> Any:
+        self.calls.append(call.method)
+        self.dead = self.dead or len(self.calls) in self.deaths
+        result = None if self.dead else getattr(self, call.method)(*call.args)
+
+        def done() -> list[Any]:
+            if self.dead:
+                raise WorkerError(0, phase, "process 7 died", process_died=True)
+            return [result]
+
+        return EndedCall(done, SimpleNamespace(ended={}))
+
+    def build_rollout_apart(self, role: str, spec: object, meeting: str) -> tuple[int, bool]:
+        assert meeting == f"channel {self.name}"
+        return 0, True
+
+    def sync_weights(self, version: int) -> dict[str, Metric]:
+        self.version = version
+        return {}
+
+    def is_alive(self) -> None:
+        pass
+
+    def stats(self) -> dict[str, float]:
+        return {"prompt_tokens": 1.0}
+
+    def advance(self, prompts: Batch, sampling: object, steps: int) -> Batch:
+        for id, length in zip(prompts.rows["id"].tolist(), prompts.rows["seed"].tolist(), strict=True):
+            assert id not in self.running, f"request {id} is there already"
+            self.running[id] = length, []
+        ended: dict[int, list[float]] = {}
+        for _ in range(min(steps, 4)):
+            sharing = list(self.running.items())[:2]
+            for id, (length, log_probs) in sharing:
+                log_probs.append(float(len(sharing)))
+                if len(log_probs) == length:
+                    ended[id] = self.running.pop(id)[1]
+        return self.responses(ended)
+
+    def suspend(self) -> Batch:
+        responses = self.responses({id: log_probs for id, (_, log_probs) in self.running.items()})
+        self.running.clear()
+        return responses
+
+    def responses(self, log_probs: dict[int, list[float]]) -> Batch:
+        return Batch(
+            torch.tensor([*map(len, log_probs.values())], dtype=torch.int64),
+            tokens={
+                "rollout_log_probs": torch.tensor([value for of_row in log_probs.values() for value in of_row]),
+                "weight_version": torch.full((sum(map(len, log_probs.values())),), self.version),
+            },
+            rows={"id": torch.tensor([*log_probs], dtype=torch.int64)},
+        )
+
+
+class TrainerGroup:
+    """The trainer's workers, which record the replicas that they send weights to."""
+
+    name, world_size = "trainers", 1
+
+    def __init__(self) -> None:
+        self.sent: list[list[int]] = []
+
+    def call(self, call: Call[Any], **_: object) -> Any:
+        if call.method == "offer_weights":
+            return EndedCall(lambda: [f"channel {call.args[2]}"], SimpleNamespace(ended={}))
+        self.sent.append(*call.args)
+        return EndedCall(lambda: [None], SimpleNamespace(ended={}))
+
+
+class Disturbed:
+    """Two replicas of a pool of their own, of which the second dies at these calls, counted over all that had its slots."""
+
+    def __init__(self, *deaths: int, **engine: Any) -> None:
+        self.calls: tuple[list[str], list[str]] = ([], [])
+        self.replaced: list[str] = []
+        self.trainers = TrainerGroup()
+        starts = [partial(ReplicaGroup, str(number), calls, deaths if number else ()) for number, calls in enumerate(self.calls)]
+        replicas = Replicas(cast(Any, [start() for start in starts]), cast(Any, starts), self.replacement)
+        trainers: Any = self.trainers
+        self.rollout = RemoteRollout(replicas, spec_of("somewhere", **engine), "actor", PATIENT, trainers=trainers)
+        self.rollout.sync_weights(4)
+
+    @contextmanager
+    def replacement(self, what: str, death: WorkerError) -> Iterator[None]:
+        if len(self.replaced) == 3:
+            raise death
+        yield
+        self.replaced.append(what)
+
+    def flow(self, lengths: Sequence[int], *, in_step: bool = False) -> RolloutFlow:
+        """A flow with requests of these lengths."""
+        rows = Batch(
+            torch.ones(len(lengths), dtype=torch.int64),
+            tokens={"input_ids": torch.arange(len(lengths))},
+            rows={"id": torch.arange(len(lengths)), "seed": torch.tensor(lengths)},
+        )
+        flow = self.rollout.flow(SAMPLING, rows.select, expected=len(lengths), in_step=in_step)
+        for row in range(len(lengths)):
+            flow.admit([row], 1)
+        return flow
+
+
+Row = tuple[int, list[float], list[int]]
+
+
+def rows_of(batch: Batch) -> list[Row]:
+    columns = [batch.split_rows(name) for name in ("rollout_log_probs", "weight_version")]
+    return [(id, *(column[row].tolist() for column in columns)) for row, id in enumerate(batch.rows["id"].tolist())]
+
+
+def ticks_of(flow: RolloutFlow, until: int = 99) -> list[list[Row]]:
+    """Responses of each tick, in the order of their ids."""
+    ticks = []
+    while len(ticks) < until and flow.start():
+        ticks.append(sorted(row for part in flow.wait() for row in rows_of(part)))
+    return ticks
+
+
+LENGTHS = [5, 14, 3, 9, 8, 6, 2, 11, 13, 4, 7, 10]
+BEFORE_A_FLOW = 3  # calls of a replica: build, is_alive, sync
+
+
+@pytest.mark.parametrize("balance", ["static", "tokens"])
+@pytest.mark.parametrize("deaths", [(4,), (6,), (9,), (5, 10), (6, 9)])
+def test_replaced_replica_continues_where_the_first_one_died(
+    balance: Literal["static", "tokens"], deaths: tuple[int, ...]
+) -> None:
+    """Responses, log-probs and the ticks at which they end are those without a death; the second may be in a repeated call."""
+    undisturbed, disturbed = Disturbed(balance=balance, slots=4), Disturbed(*deaths, balance=balance, slots=4)
+    wanted = ticks_of(undisturbed.flow(LENGTHS, in_step=True))
+    assert ticks_of(disturbed.flow(LENGTHS, in_step=True)) == wanted
+    assert sorted(id for tick in wanted for id, *_ in tick) == [*range(len(LENGTHS))]
+    assert {version for tick in wanted for *_, versions in tick for version in versions} == {4}
+    assert disturbed.replaced == ["replica 1 of rollout"] * len(deaths)
+    assert disturbed.trainers.sent == [[0, 1], *[[1]] * len(deaths)]
+    assert disturbed.calls[0] == undisturbed.calls[0], "the other replica has no additional call"
+
+
+def test_replicas_that_do_not_wait_for_each_other_lose_no_response() -> None:
+    flow = Disturbed(6, 11, balance="static").flow(LENGTHS)
+    assert sorted(id for tick in ticks_of(flow) for id, *_ in tick) == [*range(len(LENGTHS))]
+
+
+@pytest.mark.parametrize("engine", ["embedded", "sglang"])
+def test_death_while_unfinished_responses_are_taken(engine: Literal["embedded", "sglang"]) -> None:
+    """They are those without a death; from SGLang, whose steps cannot be repeated, the requests without tokens."""
+    parts = []
+    for deaths in ((), (BEFORE_A_FLOW + 3,)):
+        disturbed = Disturbed(*deaths, name=engine)
+        flow = disturbed.flow(LENGTHS)
+        ticks = ticks_of(flow, until=2)
+        ended, interrupted = flow.suspend()
+        parts.append((ticks, [*map(rows_of, ended)], [sorted(rows_of(part)) for part in interrupted]))
+        assert len(disturbed.replaced) == len(deaths)
+    if engine == "embedded":
+        assert parts[0] == parts[1]
+    else:
+        (*_, (others, wanted)), (*_, (same, found)) = parts
+        assert others == same and [(id, [], []) for id, *_ in wanted] == found != wanted
+
+
+@pytest.mark.parametrize("death", [4, 5, 7])
+def test_unfinished_requests_of_an_engine_with_its_own_clock_start_again(death: int) -> None:
+    disturbed = Disturbed(death, name="sglang")
+    ended = [id for tick in ticks_of(disturbed.flow(LENGTHS)) for id, *_ in tick]
+    assert sorted(ended) == [*range(len(LENGTHS))] and len(disturbed.replaced) == 1
+
+
+def test_replica_that_died_between_flows_is_replaced_before_the_next_sync() -> None:
+    disturbed = Disturbed(4)
+    disturbed.rollout.sync_weights(5)
+    assert disturbed.replaced == ["replica 1 of rollout"] and disturbed.trainers.sent == [[0, 1], [0, 1]]
+    assert {version for tick in ticks_of(disturbed.flow(LENGTHS)) for *_, versions in tick for version in versions} == {5}
+
+
+def test_death_without_a_replacement_is_raised() -> None:
+    disturbed = Disturbed(4, 7, 10, 13, balance="tokens")
+    with pytest.raises(WorkerError, match=r"generation \(rollout engine embedded, replica 1\): process 7 died"):
+        ticks_of(disturbed.flow(LENGTHS))
+    assert len(disturbed.replaced) == 3
+
+
+def test_stats_are_summed_over_replicas() -> None:
+    assert Disturbed().rollout.stats() == {"prompt_tokens": 2.0}
 
 
 def as_lists_of(batch: Batch) -> list[tuple[list[int], int]]:

@@ -339,11 +339,11 @@ def test_groups_with_the_same_prompt_are_shaped_and_filtered_separately() -> Non
 def test_responses_begin_early_unless_a_reward_model_needs_the_engines_gpus() -> None:
     case = make(["mixed"], groups=1, per_round=1)
     engine, sampler = cast(Any, case.engine), case.sampler
-    engine.group = object()
+    engine.groups = [object()]
     assert not sampler.may_begin_early, "static"
     engine.balance = "tokens"
     assert sampler.may_begin_early
-    sampler.models = cast(Any, SimpleNamespace(group=engine.group))
+    sampler.models = cast(Any, SimpleNamespace(group=engine.groups[0]))
     assert not sampler.may_begin_early
     sampler.models = cast(Any, SimpleNamespace(group=object()))
     assert sampler.may_begin_early

@@ -126,7 +126,8 @@ class Run:
     def check_mesh(self) -> None:
         """The rollout's mesh is its own."""
         wanted = {1: ((0, 1), (0, 1)), 2: ((0, 0), (0,))}[self.size]
-        assert (self.rollout.mesh.shard_of_rank, self.rollout.mesh.output_ranks) == wanted
+        (mesh,) = self.rollout.meshes
+        assert (mesh.shard_of_rank, mesh.output_ranks) == wanted
         assert self.actor.mesh.shard_of_rank == (0, 1), "the trainer's is another"
 
 

@@ -39,6 +39,7 @@ SHUTDOWN_SECONDS = 20.0
 DEATH_SECONDS, NODE_DEATH_SECONDS = 1.0, 40.0  # longest delay until Ray reports the death of a process, of a node
 # In messages of gloo and NCCL.
 PEER_LOST = re.compile(r"[Cc]onnection (reset|closed) by peer|[Bb]roken pipe|remote process exited")
+EXIT_DETAIL = re.compile(r"Worker exit detail: (.*?)(?: Some common causes|$)")  # of a process that died while its node lives
 IN_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # set by `ray job submit` for the processes that it starts
 HOMES_SECONDS, NODE_SECONDS = 2.0, 30.0  # limits for locating a group's ranks, and for inspecting processes of another node
 
@@ -152,7 +153,7 @@ class RayBackend(Backend):
         address = actors[0].address.remote()  # a reference: Ray passes the value on when it is there, nothing waits here
         for rank, actor in enumerate(actors):
             node, local_rank = pool.place(rank)
-            standing = (rank, pool.world_size, local_rank, node)
+            standing = (rank, pool.world_size, local_rank, node, pool.n_parts)
             environment = {**threads, **place.environment(node), **(env or {})}
             actor.launch.remote(standing, address, logs[rank], environment, ship(worker), names, *messages)
         # The slots of a room belong to all pools in it: they outlive this group.
@@ -195,7 +196,7 @@ class RayExecutor(Executor):
 
     def launch(
         self,
-        standing: tuple[int, int, int, int],
+        standing: tuple[int, int, int, int, int],
         address: tuple[str, int],
         log_path: Path | None,
         env: Mapping[str, str],
@@ -205,14 +206,17 @@ class RayExecutor(Executor):
     ) -> PackedMessage | Failure:
         """Prepare the process and build the worker.
 
-        standing: (rank, world size, local rank, node rank). address: of rank 0. log_path: None leaves the output where it is.
+        standing: (rank, world size, local rank, node rank, number of groups). address: of rank 0. log_path: None leaves the
+        output where it is.
         """
         die_with_parent(os.getppid())
         if log_path is not None:
             write_to(log_path)
         # Before start, which imports the worker: libraries read their variables when they are loaded.
         os.environ.update(env)
-        return without_exception(self.start(WorkerInfo(*standing, *address), worker, names, *messages))
+        rank, world_size, local_rank, node, n_groups = standing
+        info = WorkerInfo(rank, world_size, local_rank, node, *address, n_groups)
+        return without_exception(self.start(info, worker, names, *messages))
 
     def call(
         self, role: str | None, method: str, wanted: bool, names: tuple[str, ...], *messages: PackedMessage
@@ -376,7 +380,8 @@ class RayReplies(Replies):
         try:
             result: PackedMessage | Failure = ray.get(ref, timeout=NODE_SECONDS)  # it is there, unless its node is lost
         except ray.exceptions.RayError as error:
-            return Failure(self._method, cause_of_death(str(error)), tail(self._ranks.logs[rank]), error)
+            log, alone = tail(self._ranks.logs[rank]), EXIT_DETAIL.search(str(error)) is not None
+            return Failure(self._method, cause_of_death(str(error)), log, error, process_died=alone)
         return result
 
 
@@ -393,7 +398,7 @@ def without_exception(answer: PackedMessage | Failure) -> PackedMessage | Failur
 def cause_of_death(message: str) -> str:
     """Ray's message about a dead actor, in one line."""
     pid = re.search(r"pid: (\d+)", message)
-    detail = re.search(r"Worker exit detail: (.*?)(?: Some common causes|$)", message)
+    detail = EXIT_DETAIL.search(message)
     if detail is None:
         return f"its process or its node is lost: {' '.join(message.split())}"
     cause = detail[1]

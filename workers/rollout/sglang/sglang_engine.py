@@ -120,7 +120,7 @@ class SGLangRollout(Rollout):
             if spec.device == "cpu":
                 from workers.rollout.sglang import sglang_cpu
 
-                engines = place.world_size // self.tensor_parallel_size
+                engines = place.n_groups * place.world_size // self.tensor_parallel_size
                 arguments = sglang_cpu.completed(arguments, spec, token_bytes(spec, model), engines)
                 environment = ENVIRONMENT | sglang_cpu.environment(self.tensor_parallel_size)
             with hold_port() as held:  # reserved until the engine listens on it

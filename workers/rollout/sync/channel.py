@@ -1,4 +1,7 @@
-"""Weight transfer to rollout engines in other processes: a process group of the trainer's first rank and all engine ranks.
+"""Weight transfer to rollout engines in other processes: a process group of the trainer's first rank and the engine ranks.
+
+Engines in a pool of their own have a channel for each replica, so that a replica that died can be replaced without the others.
+A pass over the weights serves all replicas that want it: they are gathered once.
 
 Problem: trainer and engines may differ in number of ranks, sharding and tensor parallelism, and a rank of either side may fail in
 the middle of a sync. All calls are collective, so a rank that just raised would leave the others waiting until the timeout.
@@ -8,14 +11,15 @@ whether there is one; the first receiver then broadcasts what it wants, and the 
 that fails keeps consuming the current pass and then votes against the next one; a trainer that fails broadcasts its error in
 place of a bucket. Headers travel as JSON over gloo, buckets over NCCL on CUDA and gloo on CPU.
 
-Cost: every receiver gets all weights and keeps its shard. Each bucket carries a checksum of its bytes.
+Cost: every receiver gets all weights and keeps its shard, and the trainer's first rank sends them once to each channel. Each
+bucket carries a checksum of its bytes.
 """
 
 from __future__ import annotations
 
 import json
 import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -43,7 +47,7 @@ class ChannelLost(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Rendezvous:
-    """Rendezvous of a trainer and its engines. receivers: number of engine ranks. adapter: the trainer's LoRA config, if any."""
+    """Rendezvous of a trainer and the engine ranks of a channel, ``receivers``. adapter: the trainer's LoRA config, if any."""
 
     address: str
     port: int
@@ -113,6 +117,11 @@ class Channel:
         options._timeout = self._limit
         return cast(dist.ProcessGroup, dist.ProcessGroupNCCL(store, self.rank, self._size, options))
 
+    def abandon(self) -> None:
+        """Give up a channel whose receivers have died. NCCL's resources stay in use until they are released."""
+        if self._nccl is not None:
+            self._nccl.abort()
+
     def run_collective(self, start: Callable[[], dist.Work]) -> None:
         """Run one collective. trainer/cluster/hang_report.py recognises waiting ranks by this name and join_process_group."""
         try:
@@ -137,19 +146,10 @@ class Channel:
         self.run_collective(lambda: self._header_group.broadcast(text, source))
         return json.loads(text.numpy().tobytes())
 
-    def send(self, weights: Sequence[tuple[str, Tensor]], dtype: torch.dtype | None) -> None:
-        """Broadcast a bucket; an empty one ends the pass. dtype: wider floating-point tensors are cast to it."""
-        if not weights:
-            return self.broadcast_json(TRAINER, [])
-        dtypes = [narrower(tensor, dtype) for _, tensor in weights]
-        places = starts([nbytes(tensor, dtype) for _, tensor in weights], ALIGNMENT)
-        flat = torch.zeros(places[-1], dtype=torch.uint8, device=self.device)
-        header = []
-        for (name, tensor), of, start in zip(weights, dtypes, places, strict=False):
-            place(flat, start, of, tensor.shape).copy_(tensor.detach())
-            header.append([name, str(of).removeprefix("torch."), list(tensor.shape), start])
+    def send(self, header: list[Any], flat: Tensor) -> None:
+        """Broadcast a bucket: what ``receive`` has to know of it, and its bytes."""
         # Header first: receivers allocate the buffer from its size.
-        self.broadcast_json(TRAINER, [header, len(flat), checksum(flat)])
+        self.broadcast_json(TRAINER, header)
         self.run_collective(lambda: self._bucket_group.broadcast(flat, TRAINER))
 
     def receive(self) -> Bucket | None:
@@ -160,10 +160,10 @@ class Channel:
         match self.broadcast_json(TRAINER):
             case []:
                 return None
-            case [header, size, sent]:
+            case [tensors, size, sent]:
                 flat = torch.empty(size, dtype=torch.uint8, device=self.device)
                 self.run_collective(lambda: self._bucket_group.broadcast(flat, TRAINER))
-                weights = [(name, place(flat, start, getattr(torch, of), shape)) for name, of, shape, start in header]
+                weights = [(name, place(flat, start, getattr(torch, of), shape)) for name, of, shape, start in tensors]
                 return Bucket(weights, intact=checksum(flat) == sent)
             case failed:
                 raise ChannelLost(f"the trainer gives no more weights: {failed}")
@@ -191,47 +191,88 @@ def checksum(flat: Tensor) -> int:
     return int(flat.view(torch.int64).sum())
 
 
+def send(weights: Sequence[tuple[str, Tensor]], dtype: torch.dtype | None, channels: Sequence[Channel]) -> None:
+    """Send a bucket to all channels; an empty one ends the pass. dtype: wider floating-point tensors are cast to it."""
+    if not weights:
+        for channel in channels:
+            channel.broadcast_json(TRAINER, [])
+        return
+    dtypes = [narrower(tensor, dtype) for _, tensor in weights]
+    places = starts([nbytes(tensor, dtype) for _, tensor in weights], ALIGNMENT)
+    flat = torch.zeros(places[-1], dtype=torch.uint8, device=channels[0].device)
+    tensors = []
+    for (name, tensor), of, start in zip(weights, dtypes, places, strict=False):
+        place(flat, start, of, tensor.shape).copy_(tensor.detach())
+        tensors.append([name, str(of).removeprefix("torch."), list(tensor.shape), start])
+    header = [tensors, len(flat), checksum(flat)]
+    for channel in channels:
+        channel.send(header, flat)
+
+
 class Sender:
-    """The trainer's side. Only its first rank is in the channel; the others (channel None) take part in gathering the weights."""
+    """The trainer's side of all channels.
 
-    def __init__(self, engine: TrainEngine, channel: Channel | None) -> None:
-        self._engine, self._channel = engine, channel
+    Only its first rank is in them; the others (no channels) take part in gathering the weights.
+    """
 
-    def serve(self) -> None:
-        """Serve passes until the engines want no more. Collective over the trainer's ranks."""
-        while (wanted := self._next()) is not None:
+    def __init__(self, engine: TrainEngine) -> None:
+        self._engine = engine
+        self._channels: dict[int, Channel] = {}
+
+    def connect(self, replica: int, channel: Channel) -> None:
+        """Use this channel for a replica from now on; an earlier one is abandoned."""
+        if replica in self._channels:
+            self._channels[replica].abandon()
+        self._channels[replica] = channel
+
+    def serve(self, replicas: Collection[int] | None = None) -> None:
+        """Serve passes until the engines want no more. Collective over the trainer's ranks. replicas: None: all."""
+        passes = self._passes([channel for replica, channel in self._channels.items() if replicas is None or replica in replicas])
+        while (wanted := self._next(passes)) is not None:
             self._send_pass(*wanted)
 
-    def _next(self) -> tuple[str | None, Weights, int] | None:
-        """The requested pass (dtype, kind, bucket bytes) on all ranks of the trainer; None ends the sync."""
-        wanted: list[Any] = [None]
-        try:
+    def _passes(self, channels: Collection[Channel]) -> Iterator[tuple[list[Any], list[Channel]]]:
+        """(request, channels to serve) of each pass; replicas with equal requests share a pass."""
+        while channels:
             # The trainer always votes for another pass: only receivers end a sync.
-            if self._channel is not None and self._channel.vote(True):
-                wanted = [self._channel.broadcast_json(FIRST_RECEIVER)]
-        finally:  # also if the channel is lost: the trainer's other ranks wait in this broadcast
-            dist.broadcast_object_list(wanted, 0, device=torch.device("cpu"))
-        return wanted[0]
+            wanted = [(channel, channel.broadcast_json(FIRST_RECEIVER)) for channel in channels if channel.vote(True)]
+            channels = [channel for channel, _ in wanted]
+            while wanted:
+                request = wanted[0][1]
+                yield request, [channel for channel, own in wanted if own == request]
+                wanted = [(channel, own) for channel, own in wanted if own != request]
 
-    def _send_pass(self, named: str | None, kind: Weights, limit: int) -> None:
-        """Send one pass over the weights, in buckets of at most ``limit`` bytes."""
+    def _next(self, passes: Iterator[tuple[list[Any], list[Channel]]]) -> tuple[list[Any], list[Channel]] | None:
+        """The next pass, its request (dtype, kind, bucket bytes) on all ranks of the trainer; None ends the sync."""
+        request: list[Any] = [None]
+        channels: list[Channel] = []
+        try:
+            request[0], channels = next(passes, (None, []))
+        finally:  # also if a channel is lost: the trainer's other ranks wait in this broadcast
+            dist.broadcast_object_list(request, 0, device=torch.device("cpu"))
+        return None if request[0] is None else (request[0], channels)
+
+    def _send_pass(self, request: list[Any], channels: Sequence[Channel]) -> None:
+        """Send one pass over the weights, in buckets of a limited number of bytes."""
+        named, kind, limit = request
         dtype = None if named is None else getattr(torch, named)
         weights = self._engine.export_weights(dtype=dtype, kind=kind)
-        if self._channel is None:  # export_weights is collective: iterate to the end without using the tensors
+        if not channels:  # export_weights is collective: iterate to the end without using the tensors
             for _ in weights:
                 pass
             return
         try:
             for bucket in buckets(weights, lambda item: nbytes(item[1], dtype), limit):
-                self._channel.send(bucket, dtype)
+                send(bucket, dtype, channels)
                 bucket.clear()  # releases the tensors before the next bucket is gathered
         except ChannelLost:
             raise
         except Exception as error:
             # Receivers wait for a header: send the cause instead.
-            self._channel.broadcast_json(TRAINER, f"{type(error).__name__}: {error}")
+            for channel in channels:
+                channel.broadcast_json(TRAINER, f"{type(error).__name__}: {error}")
             raise
-        self._channel.send([], dtype)
+        send([], dtype, channels)
 
 
 class Receiver:

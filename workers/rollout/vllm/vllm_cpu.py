@@ -58,7 +58,7 @@ def fenced_uncompiled() -> Iterator[None]:
 
 def completed(arguments: dict[str, Any], spec: RolloutSpec, model: PreTrainedModel, place: WorkerInfo) -> dict[str, Any]:
     """Complete EngineArgs with the worker below, and a KV cache for all sequences within gpu_memory_utilization of the memory."""
-    share = int(psutil.virtual_memory().total * spec.rollout.gpu_memory_utilization) // place.world_size
+    share = int(psutil.virtual_memory().total * spec.rollout.gpu_memory_utilization) // (place.n_groups * place.world_size)
     cache = {"kv_cache_memory_bytes": min(share, cache_bytes(spec, model)), "block_size": BLOCK}
     worker = f"{SleepingWorker.__module__}.{SleepingWorker.__qualname__}"
     return cache | arguments | {"worker_cls": worker, "enforce_eager": True}  # compiling the model takes minutes

@@ -267,6 +267,22 @@ def test_two_cuda_groups_have_their_own_gpus(backend: RayBackend) -> None:
         half.shutdown()
 
 
+def test_part_of_a_pool_is_a_group_that_can_be_started_again(backend: RayBackend) -> None:
+    """Its ranks count from 0 and meet each other only; a second group takes its slots. The room is that of the test before."""
+    pool = ResourcePool((2,), "cuda", "engines", room=ResourcePool((2,), "cuda", "room"))
+    groups = [backend.start_group(part.name, part, TOY) for part in pool.parts(1)]
+    groups[1].shutdown()
+    groups[1] = backend.start_group("engines.1", pool.parts(1)[1], TOY)
+    infos = [info for group in groups for info in group.call(worker_call(Toy.stands)).result()]
+    assert [(info.rank, info.world_size, info.local_rank, info.n_groups) for info in infos] == [(0, 1, 0, 2), (0, 1, 1, 2)]
+    assert infos[0].master_port != infos[1].master_port
+    with pytest.raises(WorkerError) as raised:
+        groups[0].call(worker_call(Toy.fail, 0)).result(timeout=30)
+    assert not raised.value.process_died
+    for group in groups:
+        group.shutdown()
+
+
 def test_groups_run_concurrently(backend: RayBackend, pair: WorkerGroup) -> None:
     with started(backend, "other", 1) as other:
         other.call(worker_call(Toy.stands)).result()
@@ -299,7 +315,7 @@ def test_dead_worker_is_named_with_its_cause(backend: RayBackend, how: str, caus
         pid = group.call(worker_call(Toy.pid)).result()[1]
         with pytest.raises(WorkerError) as raised:
             group.call(worker_call(Toy.die, 1, how)).result(timeout=30)
-    assert (raised.value.rank, raised.value.phase) == (1, "die")
+    assert (raised.value.rank, raised.value.phase, raised.value.process_died) == (1, "die", True)
     assert f"process {pid} died" in raised.value.message and cause in raised.value.message
     assert words in raised.value.remote_traceback
 

@@ -51,18 +51,22 @@ class Trainer:
 
 
 class Ends:
-    """A sender, and receivers."""
+    """A sender, and receivers in channels of these sizes."""
 
-    def __init__(self, source: Any, count: int, *, bucket_bytes: int = 2**20, seconds: float = 20.0) -> None:
-        limit = timedelta(seconds=seconds)
-        channel, port = Channel.offered("127.0.0.1", count, "cpu", limit)
+    def __init__(self, source: Any, *counts: int, bucket_bytes: int = 2**20, seconds: float = 20.0) -> None:
+        self._limit, self._bucket_bytes = timedelta(seconds=seconds), bucket_bytes
+        self.sender = Sender(source)
+        self.receivers = [receiver for replica, count in enumerate(counts) for receiver in self.connect(replica, count)]
+
+    def connect(self, replica: int, count: int) -> list[Receiver]:
+        """A channel of the sender for this replica, and its receivers."""
+        channel, port = Channel.offered("127.0.0.1", count, "cpu", self._limit)
+        self.sender.connect(replica, channel)
         meeting = Rendezvous("127.0.0.1", port, count, None)
-        self.sender = Sender(source, channel)
-        self.receivers = [
-            Receiver(Channel.joined(meeting, rank, "cpu", limit), meeting.adapter, bucket_bytes) for rank in range(count)
-        ]
+        ends = [Channel.joined(meeting, rank, "cpu", self._limit) for rank in range(count)]
+        return [Receiver(end, meeting.adapter, self._bucket_bytes) for end in ends]
 
-    def sync(self, *uses: Callable[[Receiver], Any]) -> list[Future[Any]]:
+    def sync(self, *uses: Callable[[Receiver], Any], replicas: Sequence[int] | None = None) -> list[Future[Any]]:
         """Results of the sender, and of each receiver with its use, after all have ended."""
 
         def receive(receiver: Receiver, use: Callable[[Receiver], Any]) -> Any:
@@ -70,7 +74,7 @@ class Ends:
                 return use(receiver)
 
         with ThreadPoolExecutor(1 + len(uses)) as pool:
-            ended = [pool.submit(self.sender.serve)]
+            ended = [pool.submit(self.sender.serve, replicas)]
             ended += [pool.submit(receive, *pair) for pair in zip(self.receivers, uses, strict=True)]
             wait(ended)
         return ended
@@ -104,13 +108,13 @@ def check_usable(ends: Ends) -> None:
 @pytest.mark.parametrize("bucket_bytes", [1, 300, 2**20])
 def test_every_rank_gets_all_weights_as_they_are(count: int, bucket_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: list[int] = []
-    send = Channel.send
+    send = module.send
 
-    def sent(channel: Channel, weights: Sequence[tuple[str, Tensor]], dtype: torch.dtype | None) -> None:
+    def sent(weights: Sequence[tuple[str, Tensor]], dtype: torch.dtype | None, channels: Sequence[Channel]) -> None:
         sizes.append(sum(tensor.nbytes for _, tensor in weights) if len(weights) != 1 else 0)
-        send(channel, weights, dtype)
+        send(weights, dtype, channels)
 
-    monkeypatch.setattr(Channel, "send", sent)
+    monkeypatch.setattr(module, "send", sent)
     ends = Ends(Trainer(), count, bucket_bytes=bucket_bytes)
     for _ in range(2):
         check_usable(ends)
@@ -142,6 +146,56 @@ def test_as_many_passes_as_are_wanted_each_as_it_is_wanted() -> None:
     assert trainer.asked == [(None, "merged"), (torch.bfloat16, "full"), (None, "adapter")]
     ends.sync(lambda receiver: None, lambda receiver: None)[0].result()
     assert len(trainer.asked) == 3
+
+
+def test_replicas_with_the_same_requests_share_a_pass() -> None:
+    trainer = Trainer()
+    ends = Ends(trainer, 2, 1)
+
+    def two(receiver: Receiver) -> dict[str, Tensor]:
+        return everything(receiver) | dict(receiver.export_weights(kind="adapter"))
+
+    for ended in ends.sync(two, two, everything)[1:]:
+        check(ended.result())
+    assert trainer.asked == [(None, "merged"), (None, "adapter")]
+
+
+def test_replicas_with_different_requests_have_passes_of_their_own() -> None:
+    trainer = Trainer()
+    ends = Ends(trainer, 1, 1)
+    _, base, adapter = ends.sync(
+        lambda receiver: [dict(receiver.export_weights(kind=kind)) for kind in ("full", "adapter")],
+        lambda receiver: dict(receiver.export_weights(kind="adapter")),
+    )
+    for came in (*base.result(), adapter.result()):
+        check(came)
+    assert trainer.asked == [(None, "full"), (None, "adapter"), (None, "adapter")]
+
+
+def test_a_replica_is_served_alone_and_another_takes_its_place() -> None:
+    """The channel that a replica had does not delay the sender, though its other end is gone."""
+    ends = Ends(Trainer(), 1, 2, seconds=5.0)
+    check_usable(ends)
+    others = ends.receivers[1:]
+    ends.receivers = ends.connect(0, 1)
+    for ended in ends.sync(everything, replicas=[0])[1:]:
+        check(ended.result())
+    ends.receivers += others
+    check_usable(ends)
+
+
+def test_a_replica_that_fails_does_not_end_the_sync_of_others() -> None:
+    ends = Ends(Trainer(), 1, 1, bucket_bytes=64)
+
+    def twice(receiver: Receiver) -> dict[str, Tensor]:
+        return everything(receiver) | everything(receiver)
+
+    sender, bad, good = ends.sync(half_way, twice)
+    assert sender.result() is None
+    check(good.result())
+    with pytest.raises(OSError, match="no room"):
+        bad.result()
+    check_usable(ends)
 
 
 def half_way(receiver: Receiver) -> None:

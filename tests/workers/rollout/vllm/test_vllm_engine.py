@@ -197,6 +197,19 @@ def test_the_rest_of_a_spec_arrives() -> None:
     assert engine_arguments(on_cuda(spec))["enable_sleep_mode"] is True
 
 
+def test_groups_of_a_pool_share_the_memory_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    engines.import_engine("vllm", "cpu")
+    from workers.rollout.vllm import vllm_cpu
+
+    monkeypatch.setattr(vllm_cpu, "cache_bytes", lambda *_: 2**60)
+    unused: Any = None
+    spec = spec_of("somewhere", name="vllm")
+    one, four = (
+        vllm_cpu.completed({}, spec, unused, replace(place(), n_groups=groups))["kv_cache_memory_bytes"] for groups in (1, 4)
+    )
+    assert four == one // 4
+
+
 def on_cuda(spec: RolloutSpec) -> RolloutSpec:
     return replace(spec, device="cuda")
 
