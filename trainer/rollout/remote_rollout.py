@@ -183,7 +183,8 @@ class RolloutFlow:
     def start(self) -> bool:
         """Give the replicas their next calls; returns whether any call is in progress."""
         for replica, ids in self._scheduler.calls().items():
-            call = role_call(ROLE, RolloutRole.advance, self._requests(ids), self._sampling, STEPS)
+            requests = self._requests(ids) if ids else None
+            call = role_call(ROLE, RolloutRole.advance, requests, self._sampling, STEPS)
             work = f"{self._scheduler.held(replica)} unfinished responses, at most {STEPS} steps"
             self._calls.add(self._rollout.start_call(call, replica, work))
         return bool(self._calls)

@@ -8,6 +8,7 @@ import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
+from math import inf
 from typing import Any
 
 from workers.controller.environment import set_environment
@@ -89,19 +90,60 @@ def stacks_after(seconds: float | None) -> Iterator[None]:
     if seconds is None:
         yield
         return
-
-    def report() -> None:
-        # USERS: stderr itself may be redirected to a log, see chatter_to.
-        os.write(USERS[-1], f"Timeout ({timedelta(seconds=seconds)})!\n{own_stacks()}".encode())
-
-    # Not faulthandler.dump_traceback_later: its thread reads frames that change meanwhile, which can crash the run.
-    timer = threading.Timer(seconds, report)
-    timer.daemon = True
-    timer.start()
+    block = _LATE_BLOCKS.enter(seconds)
     try:
         yield
     finally:
-        timer.cancel()
+        _LATE_BLOCKS.leave(block)
+
+
+class _LateBlocks:
+    """Thread that reports the blocks of ``stacks_after`` that take longer than their limits.
+
+    One thread for all blocks: starting one for each takes longer than a short call. A block wakes the thread only if its limit
+    passes before that of an earlier block, so blocks that end in time cost nothing here.
+    """
+
+    # Not faulthandler.dump_traceback_later: its thread reads frames that change meanwhile, which can crash the run.
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._open: dict[object, tuple[float, float]] = {}
+        """By block: time.monotonic() at which its limit passes, and the limit in seconds."""
+        self._wakes_at = inf
+        self._started = False
+
+    def enter(self, seconds: float) -> object:
+        """Start the time of a block; returns its handle for ``leave``."""
+        block, late_at = object(), time.monotonic() + seconds
+        with self._changed:
+            self._open[block] = late_at, seconds
+            if not self._started:
+                self._started = True
+                threading.Thread(target=self._report, daemon=True).start()
+            if late_at < self._wakes_at:
+                self._changed.notify()
+        return block
+
+    def leave(self, block: object) -> None:
+        """End a block, which may have been reported."""
+        with self._changed:
+            self._open.pop(block, None)
+
+    def _report(self) -> None:
+        with self._changed:
+            while True:
+                now = time.monotonic()
+                for block, (late_at, seconds) in list(self._open.items()):
+                    if late_at <= now:
+                        del self._open[block]
+                        # USERS: stderr itself may be redirected to a log, see chatter_to.
+                        os.write(USERS[-1], f"Timeout ({timedelta(seconds=seconds)})!\n{own_stacks()}".encode())
+                self._wakes_at = min((late_at for late_at, _ in self._open.values()), default=inf)
+                self._changed.wait(None if self._wakes_at == inf else self._wakes_at - now)
+
+
+_LATE_BLOCKS = _LateBlocks()
 
 
 class _LocalReplies(Replies):

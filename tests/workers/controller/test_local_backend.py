@@ -1,5 +1,6 @@
 """A late call prints its stack and continues."""
 
+import threading
 import time
 
 import pytest
@@ -24,6 +25,27 @@ def test_block_within_its_limit_prints_nothing(seconds: float | None, capfd: pyt
         raise KeyError
     time.sleep(0.2)
     assert capfd.readouterr().err == ""
+
+
+def test_block_with_a_shorter_limit_than_an_open_one_is_reported_in_time(capfd: pytest.CaptureFixture[str]) -> None:
+    with stacks_after(60.0):
+        time.sleep(0.1)  # the thread waits for this limit by now
+        with stacks_after(0.05):
+            time.sleep(0.2)
+    assert capfd.readouterr().err.startswith("Timeout (0:00:00.05")
+
+
+def test_many_short_blocks_need_one_thread() -> None:
+    with stacks_after(60.0):
+        before = threading.active_count()
+    started = {thread.ident for _ in range(10) for thread in open_block()}
+    assert threading.active_count() == before and started == {thread.ident for thread in threading.enumerate()}
+
+
+def open_block() -> list[threading.Thread]:
+    """Threads of this process within a block."""
+    with stacks_after(60.0):
+        return threading.enumerate()
 
 
 def test_late_call_in_this_process_continues(capfd: pytest.CaptureFixture[str]) -> None:
