@@ -228,13 +228,10 @@ def test_each_shard_has_one_output_rank() -> None:
 class EndedCall:
     """A future that is done."""
 
-    begun = 0.0
+    begun, ended = 0.0, True
 
     def __init__(self, result: Callable[[], list[Any]], replies: object) -> None:
         self.result, self.replies = result, replies
-
-    def done(self) -> bool:
-        return True
 
 
 class FailingGroup:
