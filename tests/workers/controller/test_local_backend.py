@@ -6,7 +6,7 @@ import time
 import pytest
 
 from tests.workers.controller.toy import Toy
-from workers.controller.group import Limit
+from workers.controller.group import Limit, WorkerError, wait_any
 from workers.controller.local_backend import LocalBackend, stacks_after
 from workers.controller.resource_pool import ResourcePool
 from workers.controller.rpc import worker_call
@@ -60,3 +60,12 @@ def test_limit_applies_to_all_ranks_together(capfd: pytest.CaptureFixture[str]) 
         group = backend.start_group("toy", ResourcePool((3,), "cpu", "p"), Toy)
         assert group.call(worker_call(Toy.note, "x", pause=0.15), limit=Limit(0.2)).result() == [1, 1, 1]
     assert "in note" in capfd.readouterr().err
+
+
+def test_waiting_for_a_failed_call_returns_it() -> None:
+    with LocalBackend() as backend:
+        group = backend.start_group("toy", ResourcePool((1,), "cpu", "p"), Toy)
+        future = group.call(worker_call(Toy.fail, 0))
+        assert wait_any([future], 1.0) == [future]
+        with pytest.raises(WorkerError, match="rank 0 failed in fail"):
+            future.result()

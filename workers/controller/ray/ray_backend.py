@@ -373,7 +373,7 @@ class RayReplies(Replies):
         return result
 
 
-def arrived_of(refs: Sequence[ray.ObjectRef], timeout: float | None) -> set[ray.ObjectRef]:
+def arrived_of(refs: list[Any], timeout: float | None) -> set[ray.ObjectRef]:
     """The results that have arrived, after at least one of them or ``timeout`` seconds."""
     arrived, _ = ray.wait(refs, num_returns=1, timeout=timeout)
     if arrived and len(refs) > 1:
