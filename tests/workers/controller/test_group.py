@@ -1,7 +1,7 @@
 """Groups of toy workers: the same on both backends."""
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -110,7 +110,7 @@ def test_calls_queue_on_a_replica_and_replicas_run_independently(backend: Backen
 class OneReply(Replies):
     """Result of one rank, which has arrived (a value) or never does (None). requests: timeouts of the calls of ``wait``."""
 
-    requests: list[float | None] = []
+    requests: ClassVar[list[float | None]] = []
 
     def __init__(self, value: object) -> None:
         super().__init__([0])
