@@ -76,8 +76,8 @@ class Batch:
         where = torch.arange(int(lengths.sum())) + torch.repeat_interleave(starts - (ends - lengths), lengths)
         return Batch(
             lengths=lengths,
-            tokens={name: value[where] for name, value in self.tokens.items()},
-            rows={name: value[rows] for name, value in self.rows.items()},
+            tokens={name: value.index_select(0, where) for name, value in self.tokens.items()},
+            rows={name: value.index_select(0, rows) for name, value in self.rows.items()},
             objects={name: [column[i] for i in rows.tolist()] for name, column in self.objects.items()},
             meta=dict(self.meta),
         )

@@ -195,10 +195,11 @@ class FakeEngine:
     def build_rollout(self, role: str, spec: object, source: str) -> tuple[int, bool]:
         return self.rank, True
 
-    def advance(self, prompts: Batch, sampling: Sampling, steps: int) -> Batch:
+    def advance(self, prompts: Batch | None, sampling: Sampling, steps: int) -> Batch:
         started = time.perf_counter()
-        new = zip(prompts.rows["id"].tolist(), prompts.rows["seed"].tolist(), strict=True)
-        self.left = {id: steps_left - steps for id, steps_left in [*self.left.items(), *new]}
+        if prompts is not None:
+            self.left |= zip(prompts.rows["id"].tolist(), prompts.rows["seed"].tolist(), strict=True)
+        self.left = {id: steps_left - steps for id, steps_left in self.left.items()}
         ended = [id for id, steps_left in self.left.items() if steps_left <= 0]
         for id in ended:
             del self.left[id]

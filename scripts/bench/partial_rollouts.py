@@ -30,11 +30,12 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+from torch import Tensor
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from configs.compose import compose
 from configs.schema.generation import GenerationConfig
-from scripts.bench.rollout_flow import Settings, SimulatedEngine, Simulation
+from scripts.bench.rollout_flow import Settings, SimulatedEngine, SimulatedRequest, Simulation
 from scripts.bench.shapes import SHAPES
 from workers.batch import Batch
 from workers.controller.group import WorkerInfo
@@ -83,22 +84,12 @@ class MeasuredEngine(SimulatedEngine):
         self._sync_seconds += self._clock() - start
         return {}
 
-    def advance(self, prompts: Batch, sampling: Sampling, steps: int) -> Batch:
+    def advance(self, prompts: Batch | None, sampling: Sampling, steps: int) -> Batch:
         start = self._clock()
-        rows = prompts.split_rows("input_ids")
-        requests, seeds = self._requests(prompts), prompts.rows["seed"].tolist()
-        self.rollout.submit(
-            [
-                Request(
-                    request.id,
-                    tuple(ids[: len(ids) - request.begun].tolist()),
-                    limited(request.begun + request.left),
-                    seed,
-                    response_ids=tuple(ids[len(ids) - request.begun :].tolist()),
-                )
-                for request, ids, seed in zip(requests, rows, seeds, strict=True)
-            ]
-        )
+        if prompts is not None:
+            rows = map(Tensor.tolist, prompts.split_rows("input_ids"))
+            new = zip(self._requests(prompts), rows, prompts.rows["seed"].tolist(), strict=True)
+            self.rollout.submit([forced(request, ids, seed) for request, ids, seed in new])
         ended: list[Completion] = []
         sequence_seconds = 0.0
         while steps and self.rollout.unfinished:
@@ -149,6 +140,13 @@ class MeasuredEngine(SimulatedEngine):
             self.rollout.step()  # of decoding alone, so that engines which schedule ahead are in the same state
         self.rollout.abort()
         return decode / DECODE_STEPS, prefill, seconds / ENTERING
+
+
+def forced(request: SimulatedRequest, ids: Sequence[int], seed: int) -> Request:
+    """A request whose response ends at its simulated length. ids: prompt and beginning of the response."""
+    begins = len(ids) - request.begun
+    sampling = limited(request.begun + request.left)
+    return Request(request.id, tuple(ids[:begins]), sampling, seed, response_ids=tuple(ids[begins:]))
 
 
 def limited(tokens: int) -> Sampling:

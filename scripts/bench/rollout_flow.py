@@ -140,9 +140,10 @@ class SimulatedEngine:
         self._cached.clear()
         return {}
 
-    def advance(self, prompts: Batch, sampling: Sampling, steps: int) -> Batch:
+    def advance(self, prompts: Batch | None, sampling: Sampling, steps: int) -> Batch:
         """As RolloutRole.advance. meta: seconds; sequence_seconds, the sum of the running sequences' seconds."""
-        self._waiting += self._requests(prompts)
+        if prompts is not None:
+            self._waiting += self._requests(prompts)
         ended: list[SimulatedRequest] = []
         seconds = sequence_seconds = 0.0
         end = self._now + steps

@@ -92,7 +92,7 @@ class FakeWorkers:
             replies = [call.args[0]]
         elif shares:
             replies = list(shares[0])
-        return EndedCall(result=lambda: replies, done=lambda: True, begun=0.0, replies=SimpleNamespace(ended={0: 0.0}))
+        return EndedCall(result=lambda: replies, ended=True, begun=0.0, replies=SimpleNamespace(ended={0: 0.0}))
 
     def asked(self, method: str) -> list[tuple[Any, ...]]:
         """The arguments of each call of ``method``."""

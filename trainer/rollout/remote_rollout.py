@@ -275,7 +275,7 @@ class RolloutFlow:
         return ended, [part for _, part in sorted(interrupted.items())]
 
     def _advance(self, ids: Sequence[int], steps: int) -> Call[Batch]:
-        return role_call(ROLE, RolloutRole.advance, self._requests(ids), self._sampling, steps)
+        return role_call(ROLE, RolloutRole.advance, self._requests(ids) if ids else None, self._sampling, steps)
 
     def _start(self, replica: int, call: Call[Batch]) -> None:
         """Start the next call on a replica."""

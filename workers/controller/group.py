@@ -119,8 +119,11 @@ class Replies(ABC):
 
     @staticmethod
     @abstractmethod
-    def wait(several: Sequence[Any], timeout: float | None) -> None:
-        """Wait until something has arrived for one of several calls of this kind, at most ``timeout`` seconds."""
+    def wait(several: Sequence[Any], timeout: float | None) -> Collection[Any]:
+        """Wait until something has arrived for one of several calls of this kind, at most ``timeout`` seconds.
+
+        Returns all calls for which something has arrived and was not received.
+        """
 
     def examine(self) -> list[RankState]:
         """Current state of every rank, also of those with a result. Empty if the workers run in this process."""
@@ -173,8 +176,17 @@ class Future(Generic[R]):
 
     def done(self) -> bool:
         """Whether ``result`` would return, or raise, without waiting."""
-        self._receive(0.0)
+        self.receive()
+        return self.ended
+
+    @property
+    def ended(self) -> bool:
+        """Whether ``result`` would return, or raise, with what has been received so far."""
         return self._error is not None or not self.replies.missing or time.monotonic() >= self.deadline
+
+    def receive(self) -> None:
+        """Record what has arrived, without waiting."""
+        self._receive(0.0)
 
     def result(self, timeout: float | None = None) -> list[R]:
         """Wait for the results: a list by shard for a call with a mesh, of one item for a replica, else by rank.
@@ -224,12 +236,19 @@ def wait_any(futures: Sequence[Future[R]], timeout: float | None = None) -> list
     The futures may be of several groups of one backend.
     """
     end = inf if timeout is None else time.monotonic() + timeout
-    while not (done := [future for future in futures if future.done()]) and futures:
-        remaining = min(end, *(future.deadline for future in futures)) - time.monotonic()
-        if time.monotonic() >= end:
-            break
-        futures[0].replies.wait([future.replies for future in futures], None if remaining == inf else max(remaining, 0.0))
-    return done
+    while True:
+        if waiting := [future for future in futures if not future.ended]:
+            some_ended = len(waiting) < len(futures)
+            remaining = min(end, *(future.deadline for future in waiting)) - time.monotonic()
+            patience = 0.0 if some_ended else None if remaining == inf else max(remaining, 0.0)
+            # One request to the backend for all of them: asking for each would cost n^2 requests for the results of n calls.
+            news = waiting[0].replies.wait([future.replies for future in waiting], patience)
+            for future in waiting:
+                if future.replies in news:
+                    future.receive()
+        done = [future for future in futures if future.ended]
+        if done or not futures or time.monotonic() >= end:
+            return done
 
 
 class WorkerGroup:

@@ -114,7 +114,7 @@ def split(mesh: Mesh, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Ar
     def pick(value: Any, shard: int) -> Any:
         return value[shard] if isinstance(value, Sharded) else value
 
-    # Once per shard, not per rank: a backend packs an argument once for all ranks that get the same object.
+    # Once per shard, not per rank: a backend packs arguments once for all ranks that get the same object.
     by_shard: list[Arguments] = [
         (tuple(pick(value, shard) for value in args), {name: pick(value, shard) for name, value in kwargs.items()})
         for shard in range(mesh.n_shards)
@@ -162,22 +162,6 @@ def unpack(message: PackedMessage) -> Any:
     object store, and a batch that is kept would keep its part of the store allocated.
     """
     return pickle.loads(message.data, buffers=[buffer.copy() for buffer in message.buffers])
-
-
-def pack_arguments(arguments: Arguments, ship: Callable[[Any], Any]) -> tuple[tuple[str, ...], list[Any]]:
-    """(keywords, messages) of one rank's arguments. ship: converts one argument to its message.
-
-    Each argument is a message of its own, so that an argument for many ranks is packed only once.
-    """
-    args, kwargs = arguments
-    return tuple(kwargs), [ship(value) for value in (*args, *kwargs.values())]
-
-
-def unpack_arguments(names: tuple[str, ...], messages: tuple[PackedMessage, ...]) -> Arguments:
-    """Inverse of ``pack_arguments``."""
-    values = [unpack(message) for message in messages]
-    n_positional = len(values) - len(names)
-    return tuple(values[:n_positional]), dict(zip(names, values[n_positional:], strict=True))
 
 
 class _Pickler(cloudpickle.Pickler):
@@ -232,19 +216,17 @@ class Executor:
         # group is usable while its workers are being built.
         self._failed_start: Failure | None = None
 
-    def start(
-        self, info: object, worker: PackedMessage, names: tuple[str, ...], *messages: PackedMessage
-    ) -> PackedMessage | Failure:
+    def start(self, info: object, worker: PackedMessage, arguments: PackedMessage) -> PackedMessage | Failure:
         """Import and construct the worker.
 
-        info: WorkerInfo, its first argument. worker: the packed class, or its name "package.module:Class". names: keywords of
-        the last len(names) messages; the messages before them are positional arguments.
+        info: WorkerInfo, its first argument. worker: the packed class, or its name "package.module:Class". arguments: packed
+        Arguments.
         """
 
         def build() -> None:
             START.take()  # discards the times of an earlier worker in this process
             named = unpack(worker)
-            args, kwargs = unpack_arguments(names, messages)
+            args, kwargs = unpack(arguments)
             with START("imports"):
                 kind = pkgutil.resolve_name(named) if isinstance(named, str) else named
             self.worker = kind(info, *args, **kwargs)
@@ -253,18 +235,16 @@ class Executor:
         self._failed_start = result if isinstance(result, Failure) else None
         return result
 
-    def call(
-        self, role: str | None, method: str, wanted: bool, names: tuple[str, ...], *messages: PackedMessage
-    ) -> PackedMessage | Failure:
+    def call(self, role: str | None, method: str, wanted: bool, arguments: PackedMessage) -> PackedMessage | Failure:
         """Call a method of the worker, or of its role, and pack the result.
 
-        wanted: whether the result of this rank is used; if not, None is packed instead of it.
+        arguments: packed Arguments. wanted: whether the result of this rank is used; if not, None is packed instead of it.
         """
         if self._failed_start:
             return self._failed_start
 
         def work() -> Any:
-            args, kwargs = unpack_arguments(names, messages)
+            args, kwargs = unpack(arguments)
             target = self.worker if role is None else self.worker.roles[role]
             result = methodcaller(method, *args, **kwargs)(target)
             return result if wanted else None

@@ -63,18 +63,19 @@ class RolloutRole:
             seconds["gc"], self.gc_time.seconds = self.gc_time.seconds, 0.0
         return metrics | {f"timing_s/{name}": Metric.max(spent) for name, spent in seconds.items()}
 
-    def advance(self, prompts: Batch, sampling: Sampling, steps: int) -> Batch:
+    def advance(self, prompts: Batch | None, sampling: Sampling, steps: int) -> Batch:
         """Submit prompts and run the engine for at most ``steps`` steps; returns the responses that ended, as they did.
 
         prompts: rows of input_ids, with rows["id"] (unique among unfinished requests), rows["seed"], rows["greedy"] (1: greedy,
         whatever ``sampling`` is) and, optional, rows["begun"] (number of last tokens that are the beginning of the response, not
-        returned again). May be empty.
+        returned again). None: no new ones.
 
         Returned tokens: input_ids, rollout_log_probs, weight_version (T,). Returned rows: id, finished (1: terminated, 0:
         truncated).
         """
         self.memory_scheduler.enter("generate")
-        self.rollout.submit(requests_of(prompts, sampling))
+        if prompts is not None:
+            self.rollout.submit(requests_of(prompts, sampling))
         ended: list[Completion] = []
         # All ranks of a replica have the same requests and take the same number of steps.
         while steps and self.rollout.unfinished:

@@ -81,9 +81,10 @@ class Mirror:
     def stats(self) -> dict[str, float]:
         return {"prompt_tokens": 10.0 + self.rank}
 
-    def advance(self, prompts: Batch, sampling: object, steps: int) -> Batch:
+    def advance(self, prompts: Batch | None, sampling: object, steps: int) -> Batch:
         """Completes three rows a call, the last submitted first."""
-        self.prompts = [*getattr(self, "prompts", []), *prompts.chunk(len(prompts))] if len(prompts) else self.prompts
+        if prompts is not None:
+            self.prompts = [*getattr(self, "prompts", []), *prompts.chunk(len(prompts))]
         done = [self.prompts.pop() for _ in range(min(3, len(self.prompts)))]
         answers = Batch.concat(done)
         return answers.with_rows(engine=torch.full((len(answers),), self.rank))
@@ -227,13 +228,10 @@ def test_each_shard_has_one_output_rank() -> None:
 class EndedCall:
     """A future that is done."""
 
-    begun = 0.0
+    begun, ended = 0.0, True
 
     def __init__(self, result: Callable[[], list[Any]], replies: object) -> None:
         self.result, self.replies = result, replies
-
-    def done(self) -> bool:
-        return True
 
 
 class FailingGroup:

@@ -26,17 +26,17 @@ class Later(Replies):
         self.at, self.result = time.monotonic() + after, result
 
     def receive(self, timeout: float | None) -> tuple[int, Failure] | None:
-        self.wait([self], timeout)
-        if time.monotonic() >= self.at:
+        if self.wait([self], timeout):
             if isinstance(self.result, tuple):
                 return self.result
             self.add(0, self.result, 0.0)
         return None
 
     @staticmethod
-    def wait(several: Sequence[Any], timeout: float | None) -> None:
+    def wait(several: Sequence[Any], timeout: float | None) -> list[Any]:
         remaining = min(later.at for later in several) - time.monotonic()
         time.sleep(max(remaining if timeout is None else min(remaining, timeout), 0.0))
+        return [later for later in several if time.monotonic() >= later.at]
 
     def examine(self) -> list[RankState]:
         stopped = ProcessState(pid=7, status="stopped", command="x", rss=0, stacks="", waits_in=())

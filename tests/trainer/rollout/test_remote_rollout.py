@@ -136,8 +136,9 @@ class ReplicaGroup:
     def stats(self) -> dict[str, float]:
         return {"prompt_tokens": 1.0}
 
-    def advance(self, prompts: Batch, sampling: object, steps: int) -> Batch:
-        for id, length in zip(prompts.rows["id"].tolist(), prompts.rows["seed"].tolist(), strict=True):
+    def advance(self, prompts: Batch | None, sampling: object, steps: int) -> Batch:
+        rows = {"id": torch.tensor([]), "seed": torch.tensor([])} if prompts is None else prompts.rows
+        for id, length in zip(rows["id"].tolist(), rows["seed"].tolist(), strict=True):
             assert id not in self.running, f"request {id} is there already"
             self.running[id] = length, []
         ended: dict[int, list[float]] = {}

@@ -1,13 +1,14 @@
 """Groups of toy workers: the same on both backends."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 import torch
 
 from tests.workers.controller.toy import Toy
-from workers.controller.group import Backend, WorkerError, WorkerGroup, wait_any
+from workers.controller.group import Backend, Future, Replies, WorkerError, WorkerGroup, wait_any
 from workers.controller.local_backend import LocalBackend
 from workers.controller.ray.ray_backend import RayBackend
 from workers.controller.resource_pool import ResourcePool
@@ -104,6 +105,36 @@ def test_calls_queue_on_a_replica_and_replicas_run_independently(backend: Backen
     assert second == first + 1, "in the order of the calls"
     assert wait_any([*slow, *fast]) == [*slow, *fast], "all completed calls, in the given order"
     assert [noted[-2:] for noted in four.call(worker_call(Toy.noted)).result()] == [["a", "b"]] * 2 + [["c", "d"]] * 2
+
+
+class OneReply(Replies):
+    """Result of one rank, which has arrived (a value) or never does (None). requests: timeouts of the calls of ``wait``."""
+
+    requests: ClassVar[list[float | None]] = []
+
+    def __init__(self, value: object) -> None:
+        super().__init__([0])
+        self.value = value
+
+    def receive(self, timeout: float | None) -> None:
+        if self.value is not None:
+            self.add(0, self.value, 0.0)
+
+    @staticmethod
+    def wait(several: Sequence[Any], timeout: float | None) -> list[Any]:
+        OneReply.requests.append(timeout)
+        return [one for one in several if one.value is not None]
+
+
+def test_results_of_several_calls_take_one_request_to_the_backend() -> None:
+    ended, arrived, hanging = (Future[Any]("work", OneReply(value), [0], begun=0.0) for value in (1, 2, None))
+    assert ended.done()
+    OneReply.requests.clear()
+    assert wait_any([hanging, arrived, ended], 60.0) == [arrived, ended]
+    assert OneReply.requests == [0.0], "a call has ended: nothing to wait for"
+    late = Future[Any]("work", OneReply(3), [0], begun=0.0)
+    assert wait_any([hanging, late], 1.0) == [late] and len(OneReply.requests) == 2
+    assert 0.0 < (OneReply.requests[1] or 0.0) <= 1.0
 
 
 def test_errors_contain_the_phase_of_the_call(four: WorkerGroup) -> None:

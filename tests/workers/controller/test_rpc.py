@@ -16,7 +16,6 @@ from workers.controller.rpc import (
     Mesh,
     Sharded,
     pack,
-    pack_arguments,
     role_call,
     sharded,
     split,
@@ -173,14 +172,13 @@ class Holder:
 
 
 def executed(executor: Executor, call: Call[object], wanted: bool = True) -> object:
-    names, messages = pack_arguments((call.args, dict(call.kwargs)), pack)
-    result = executor.call(call.role, call.method, wanted, names, *messages)
+    result = executor.call(call.role, call.method, wanted, pack((call.args, dict(call.kwargs))))
     return result if isinstance(result, Failure) else unpack(result)
 
 
 def test_call_reaches_the_worker_or_a_role_by_method_name() -> None:
     executor = Executor()
-    executor.start("info", pack(Holder), ())
+    executor.start("info", pack(Holder), pack(((), {})))
     assert executed(executor, worker_call(Holder.info_twice)) == ["info", "info"]
     assert executed(executor, role_call("adder", Role.add, 2, other=3)) == 5
     assert executed(executor, role_call("adder", Role.add, 2), wanted=False) is None

@@ -48,7 +48,7 @@ def test_greedy_rows_are_greedy_whatever_the_sampling() -> None:
     assert answers.tokens["input_ids"].tolist() == [8, 7] and answers.rows["finished"].tolist() == [1, 0]
     assert answers.rows["id"].tolist() == [5, 4] and answers.tokens["weight_version"].tolist() == [4, 4]
     assert all(request.response_ids == () for request in engine.requests)
-    assert role.advance(prompts.select([]), SAMPLING, 9).rows["id"].tolist() == [3] and engine.unfinished == 0
+    assert role.advance(None, SAMPLING, 9).rows["id"].tolist() == [3] and engine.unfinished == 0
 
 
 def test_begun_responses_are_continued_from_their_last_tokens() -> None:

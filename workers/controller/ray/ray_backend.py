@@ -29,7 +29,7 @@ from workers.controller.ray.guard import Guard
 from workers.controller.ray.ray_places import SLOT, Places
 from workers.controller.ray.ray_session import MARK, SessionDir, end_processes, family
 from workers.controller.resource_pool import ResourcePool
-from workers.controller.rpc import Arguments, Call, Executor, Failure, PackedMessage, pack, pack_arguments, unpack
+from workers.controller.rpc import Arguments, Call, Executor, Failure, PackedMessage, pack, unpack
 from workers.controller.stacks import enable_stack_reports
 from workers.controller.stop import die_with_parent, handlers_kept, shielded
 
@@ -147,7 +147,7 @@ class RayBackend(Backend):
             )
         threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")} if pool.device == "cpu" else {}
         ship = Shipper()
-        names, messages = pack_arguments((args, kwargs), ship)
+        arguments = (args, kwargs)
         homes = [actor.home.remote() for actor in actors]
         logs = [self._logs and self._logs / f"rank_{rank}_{name}.log" for rank in range(pool.world_size)]
         address = actors[0].address.remote()  # a reference: Ray passes the value on when it is there, nothing waits here
@@ -155,7 +155,7 @@ class RayBackend(Backend):
             node, local_rank = pool.place(rank)
             standing = (rank, pool.world_size, local_rank, node, pool.n_parts)
             environment = {**threads, **place.environment(node), **(env or {})}
-            actor.launch.remote(standing, address, logs[rank], environment, ship(worker), names, *messages)
+            actor.launch.remote(standing, address, logs[rank], environment, ship(worker), ship(arguments))
         # The slots of a room belong to all pools in it: they outlive this group.
         own_place = place.group if pool.room is None else None
         group = WorkerGroup(name, pool.world_size, RayTransport(actors, Ranks(homes, logs), own_place))
@@ -201,8 +201,7 @@ class RayExecutor(Executor):
         log_path: Path | None,
         env: Mapping[str, str],
         worker: PackedMessage,
-        names: tuple[str, ...],
-        *messages: PackedMessage,
+        arguments: PackedMessage,
     ) -> PackedMessage | Failure:
         """Prepare the process and build the worker.
 
@@ -216,22 +215,20 @@ class RayExecutor(Executor):
         os.environ.update(env)
         rank, world_size, local_rank, node, n_groups = standing
         info = WorkerInfo(rank, world_size, local_rank, node, *address, n_groups)
-        return without_exception(self.start(info, worker, names, *messages))
+        return without_exception(self.start(info, worker, arguments))
 
-    def call(
-        self, role: str | None, method: str, wanted: bool, names: tuple[str, ...], *messages: PackedMessage
-    ) -> PackedMessage | Failure:
-        return without_exception(super().call(role, method, wanted, names, *messages))
+    def call(self, role: str | None, method: str, wanted: bool, arguments: PackedMessage) -> PackedMessage | Failure:
+        return without_exception(super().call(role, method, wanted, arguments))
 
 
 class Shipper:
-    """Packs each argument once, and puts a large one into the object store once, for any number of ranks.
+    """Packs each value once, and puts a large one into the object store once, for any number of ranks.
 
-    Arguments are recognised by identity, so they must outlive the Shipper.
+    Values are recognised by identity, so they must outlive the Shipper.
     """
 
     def __init__(self, limit: float | None = None) -> None:
-        """limit: seconds that the store may take for one argument, then TimeoutError is raised; None: no limit."""
+        """limit: seconds that the store may take for one value, then TimeoutError is raised; None: no limit."""
         self._limit = limit
         self._shipped: dict[int, PackedMessage | ray.ObjectRef] = {}
 
@@ -272,10 +269,10 @@ class RayTransport(Transport):
         refs = {}
         for rank, own in arguments.items():
             try:
-                names, messages = pack_arguments(own, ship)
+                packed = ship(own)
             except TimeoutError:
                 raise TimeoutError("Ray's object store does not take the batch") from None
-            refs[rank] = self._actors[rank].call.remote(call.role, call.method, rank in wanted, names, *messages)
+            refs[rank] = self._actors[rank].call.remote(call.role, call.method, rank in wanted, packed)
         return RayReplies(call.method, refs, self._ranks)
 
     def close(self) -> None:
@@ -341,8 +338,9 @@ class RayReplies(Replies):
         return self._first_cause(failures) if failures else None
 
     @staticmethod
-    def wait(several: Sequence[RayReplies], timeout: float | None) -> None:
-        ray.wait([ref for replies in several for ref in replies._refs.values()], num_returns=1, timeout=timeout)
+    def wait(several: Sequence[RayReplies], timeout: float | None) -> list[RayReplies]:
+        arrived = arrived_of([ref for replies in several for ref in replies._refs.values()], timeout)
+        return [replies for replies in several if not arrived.isdisjoint(replies._refs.values())]
 
     def examine(self) -> list[RankState]:
         return self._ranks.examine(self.missing)
@@ -361,14 +359,9 @@ class RayReplies(Replies):
 
     def _take_in(self, timeout: float | None) -> list[tuple[int, Failure]]:
         """Record what has arrived, after at least one result or ``timeout`` seconds. Returns the failures among it."""
-        pending = list(self._refs.values())
-        arrived, _ = ray.wait(pending, num_returns=1, timeout=timeout)
-        if arrived:
-            # The first call returned one result; take all others that are there, without waiting.
-            arrived, _ = ray.wait(pending, num_returns=len(pending), timeout=0)
-        here, now = set(arrived), time.time()
+        arrived, now = arrived_of(list(self._refs.values()), timeout), time.time()
         failures = []
-        for rank in [rank for rank, ref in self._refs.items() if ref in here]:
+        for rank in [rank for rank, ref in self._refs.items() if ref in arrived]:
             result = self._received(rank, self._refs.pop(rank))
             if isinstance(result, Failure):
                 failures.append((rank, result))
@@ -383,6 +376,15 @@ class RayReplies(Replies):
             log, alone = tail(self._ranks.logs[rank]), EXIT_DETAIL.search(str(error)) is not None
             return Failure(self._method, cause_of_death(str(error)), log, error, process_died=alone)
         return result
+
+
+def arrived_of(refs: list[Any], timeout: float | None) -> set[ray.ObjectRef]:
+    """The results that have arrived, after at least one of them or ``timeout`` seconds."""
+    arrived, _ = ray.wait(refs, num_returns=1, timeout=timeout)
+    if arrived and len(refs) > 1:
+        # The first call returned one result; take all others that are there, without waiting.
+        arrived, _ = ray.wait(refs, num_returns=len(refs), timeout=0)
+    return set(arrived)
 
 
 def died(failed: tuple[int, Failure]) -> bool:
