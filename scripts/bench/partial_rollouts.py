@@ -217,7 +217,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             run = Simulation(settings, backend, folder, "one round", engine=engine)
             run.rollout.sync_weights(0)
             asked = role_call("rollout", MeasuredEngine.costs)
-            ((a, b, c, d),) = run.clock.call(run.rollout.group, "generate", "costs of the engine", asked)
+            ((a, b, c, d),) = run.clock.call(run.rollout.groups[0], "generate", "costs of the engine", asked)
             print(f"a {a:.3g} s, b {b:.3g} s, c {c:.3g} s, d {d:.3g} s", file=sys.stderr, flush=True)
             measured = measure(run, settings)
         settings = replace(settings, a=a, b=b, c=c, d=d)
