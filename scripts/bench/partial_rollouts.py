@@ -101,7 +101,9 @@ class MeasuredEngine(SimulatedEngine):
         return answers(ended).with_meta({"seconds": seconds, "sequence_seconds": sequence_seconds})
 
     def suspend(self) -> Batch:
-        return answers(self.rollout.abort())
+        start = self._clock()
+        interrupted = answers(self.rollout.abort())
+        return interrupted.with_meta({"seconds": self._clock() - start, "sequence_seconds": 0.0})
 
     def costs(self) -> tuple[float, float, float, float]:
         """Measured a, b, c and d; a and b by least squares over a few numbers of sequences."""
