@@ -6,8 +6,8 @@
 
 Sampler, policies, buffer, scheduler and flow are the trainer's; prompts, response lengths and rewards are those of
 rollout_flow.py: a response ends at its length, whatever the model (random weights) samples. One engine, in this process. First
-its decode step a + b * n, its prefill c and the cost d of entering are measured, with the context that a decode step has on
-average, then synchronous steps, then partial ones. Seconds are those of the engine's calls and of weight syncs: wall seconds on
+its decode step a + b * n, its prefill c and the cost d of entering are measured, with the contexts of responses that fill the
+slots, then synchronous steps, then partial ones. Seconds are those of the engine's calls and of weight syncs: wall seconds on
 CUDA, CPU seconds on the CPU, which may be shared.
 
 a, b, c, d: see rollout_flow.py. ratio: steps per second of partial rollouts over synchronous ones, measured and simulated.
@@ -107,21 +107,21 @@ class MeasuredEngine(SimulatedEngine):
 
     def costs(self) -> tuple[float, float, float, float]:
         """Measured a, b, c and d; a and b by least squares over a few numbers of sequences."""
-        settings = self._settings
-        # Geometric lengths with mean m: the position of a decode step is m on average.
-        context = settings.prompt_tokens + settings.max_tokens // 8
-        counts = [max(1, settings.slots * eighths // 8) for eighths in (1, 2, 4, 8)]
-        self._decode(context, counts[0])  # compiles, captures and allocates
-        decode, prefill, entering = zip(*(self._decode(context, count) for count in counts), strict=True)
+        counts = [max(1, self._settings.slots * eighths // 8) for eighths in (1, 2, 4, 8)]
+        self._decode(counts[0])  # compiles, captures and allocates
+        decode, prefill, entering = zip(*(self._decode(count) for count in counts), strict=True)
         b, a = np.polyfit(counts, decode, 1).tolist()
-        return a, b, sum(prefill) / (context * sum(counts)), max(0.0, mean(entering) - mean(decode))
+        return a, b, mean(prefill), max(0.0, mean(entering) - mean(decode))
 
-    def _decode(self, context: int, count: int) -> tuple[float, float, float]:
-        """Seconds of a decode step of ``count`` sequences after ``context`` tokens each, of computing these tokens, and of a
-        decode step in which one of them ends and another request enters, whose prompt is computed already.
+    def _decode(self, count: int) -> tuple[float, float, float]:
+        """Seconds of a decode step of ``count`` sequences, of prefill per token, and of a decode step in which one of the
+        sequences ends and a request enters, whose prompt is computed already.
         """
-        tokens = np.random.default_rng(count).integers(0, self._vocabulary, (count, context)).tolist()
-        length = self._settings.max_tokens - self._settings.max_tokens // 8  # ends after the measurement
+        settings, draws = self._settings, np.random.default_rng(count)
+        length = min(4 * DECODE_STEPS, settings.max_tokens - settings.max_tokens // 8)  # ends after the measurement
+        # Where geometric responses are that fill the slots: the positions have the distribution of the lengths.
+        places = np.minimum(draws.geometric(8 / settings.max_tokens, count), settings.max_tokens - length)
+        tokens = [draws.integers(0, self._vocabulary, settings.prompt_tokens + place).tolist() for place in places]
         start = self._clock()
         self.rollout.submit([Request(i, tuple(ids), limited(length), seed=i) for i, ids in enumerate(tokens)])
         begun = set[int]()
@@ -141,7 +141,7 @@ class MeasuredEngine(SimulatedEngine):
             seconds += self._clock() - start
             self.rollout.step()  # of decoding alone, so that engines which schedule ahead are in the same state
         self.rollout.abort()
-        return decode / DECODE_STEPS, prefill, seconds / ENTERING
+        return decode / DECODE_STEPS, prefill / sum(map(len, tokens)), seconds / ENTERING
 
 
 def forced(request: SimulatedRequest, ids: Sequence[int], seed: int) -> Request:

@@ -37,6 +37,7 @@ def short_ticks(monkeypatch: pytest.MonkeyPatch) -> None:
 ENGINES = {
     "embedded": (), "two ranks": ("trainer.n_gpus_per_node=2", "trainer.backend=ray"),
     "vllm": ("rollout=vllm", "actor_rollout_ref.rollout.tensor_model_parallel_size=1"),
+    "sglang": ("rollout=sglang", "actor_rollout_ref.rollout.tensor_model_parallel_size=1"),
 }  # fmt: skip
 
 
@@ -44,7 +45,9 @@ def versions(dump: dict[str, Tensor]) -> list[int]:
     return dump["tokens.weight_version"][dump["tokens.response_mask"].bool()].tolist()
 
 
-@pytest.mark.parametrize("engine", ["embedded", pytest.param("vllm", marks=CPU_BUILD)])
+@pytest.mark.parametrize(
+    "engine", ["embedded", pytest.param("two ranks", marks=pytest.mark.soak), pytest.param("vllm", marks=CPU_BUILD)]
+)
 def test_run_with_responses_in_flight_resumes_bitwise(engine: str, task: Path, tmp_path: Path) -> None:
     def dumps(name: str) -> tuple[str, ...]:
         return (*PARTIAL, *ENGINES[engine], f"trainer.rollout_data_dir={tmp_path / name / 'rollouts'}")
@@ -59,6 +62,20 @@ def test_run_with_responses_in_flight_resumes_bitwise(engine: str, task: Path, t
     assert len(sampled_by) > len(dump["lengths"]), "a response has tokens of several versions"
     run_ppo(task, tmp_path / "broken", *dumps("broken"), "trainer.total_training_steps=2")
     assert repeatable(run_ppo(task, tmp_path / "broken", *dumps("broken"))) == repeatable(whole)
+
+
+@pytest.mark.soak
+@CPU_BUILD
+def test_run_on_sglang_trains_each_group_once_and_in_time(task: Path, tmp_path: Path) -> None:
+    """SGLang keeps its own time: which responses are in flight differs from run to run."""
+    steps = run_ppo(task, tmp_path / "run", *PARTIAL, *ENGINES["sglang"], f"trainer.rollout_data_dir={tmp_path / 'rollouts'}")
+    groups = [
+        load_file(tmp_path / "rollouts" / f"step_{step}.safetensors")["rows.group"].unique().tolist() for step in range(1, 6)
+    ]
+    assert [len(of_step) for of_step in groups] == [4] * 5 and len({group for of_step in groups for group in of_step}) == 20
+    assert max(step["rollout/age/max"] for step in steps) in (1, 2) and max(step["rollout/stale_tokens"] for step in steps) > 0
+    # Absent if a step has no token of the present weights.
+    assert max(step.get("training/rollout_log_probs_diff_max", 0.0) for step in steps) < 1e-5
 
 
 def test_run_with_dynamic_sampling_and_groups_that_wait_resumes_bitwise(task: Path, tmp_path: Path) -> None:
