@@ -243,7 +243,9 @@ class Attempt:
         if code or not path.exists():
             raise Failed(f"the configuration is refused: {self.last_line()}")
         forecast: dict[str, Any] = json.loads(path.read_text())
-        predicted = {use["phase"]: round(use["bytes"] / GB, 2) for use in forecast["uses"] if use["bytes"] is not None}
+        # The driver counts torch's cache too.
+        uses = [use for use in forecast["uses"] if use["bytes"] is not None]
+        predicted = {use["phase"]: round((use["bytes"] + use["cached"]) / GB, 2) for use in uses}
         self.record |= {"predicted": predicted, "predicted_gb": max(predicted.values(), default=None), "torch": forecast["torch"]}
         return forecast
 

@@ -249,7 +249,9 @@ def room_of(config: PPOConfig, place: Placement) -> float | None:
 
 
 def of_gpu(use: Use) -> str:
-    return f"{use.share:g} of the GPU, and what stays resident" if use.bytes is None else f"{use.bytes / GB:>8.3g} GB"
+    if use.bytes is None:
+        return f"{use.share:g} of the GPU, and what stays resident"
+    return f"{use.bytes / GB:>8.3g} GB" + (f", and at most {use.cached / GB:.3g} GB of torch's cache" if use.cached else "")
 
 
 def counted(count: int, what: str) -> str:

@@ -18,7 +18,7 @@ from configs.schema.scoring_model import ScoringModelConfig
 from configs.validation.batches import cuts, name_of, roles_of, scoring_cut
 from configs.validation.parallel import data_parallel_size
 from configs.validation.rollout import ROLLOUT, world_size
-from trainer.planner.memory_model import Setting, Shape, head_chunk, resident, scoring, training
+from trainer.planner.memory_model import Setting, Shape, gathering, head_chunk, reserved, resident, scoring, training
 
 BYTES: dict[Dtype, int] = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 WORK = {"actor": "log-probs", "ref": "log-probs", "critic": "values"}
@@ -104,6 +104,18 @@ class Role:
         tp = sharding.tensor_model_parallel_size
         return sum(self._megatron(sharding)) + (inputs + at_work + head_chunk(shape, Setting())) / tp
 
+    def cached(self, *, learnt: bool) -> float:
+        """Bytes that torch's cache keeps on CUDA for FSDP's own streams after the role's forward pass, and after its update if it
+        has ``learnt``, until it is emptied before the engine wakes. Memory of one stream is not reused in another.
+        """
+        if not isinstance(self.config.sharding, FSDPConfig):
+            return 0.0
+        found = gathering(self.shape, self.setting)
+        if learnt and self.learns is not None:
+            used = sum(training(self.shape, self.setting, self.learns).values())
+            found += reserved(self.shape, self.setting, self.learns) - used
+        return found
+
     def in_forward(self) -> float:
         """Bytes at the peak of a forward pass for log-probs, values or scores."""
         assert self.forwards is not None, "a role that is asked"
@@ -126,13 +138,15 @@ class Role:
 class Use:
     """Bytes in use on a GPU of a pool in a phase, including resident tensors of idle roles.
 
-    bytes: None if the GPU's size is not known; the engine then takes ``share`` of it.
+    bytes: None if the GPU's size is not known; the engine then takes ``share`` of it. cached: what torch's cache keeps besides,
+    for FSDP's other streams; torch gives it up where memory would run out.
     """
 
     pool: str
     phase: str
     bytes: float | None
     share: float = 0.0
+    cached: float = 0.0
 
 
 def memory_roles(config: PPOConfig, place: Placement, shapes: Mapping[str, Shape]) -> dict[str, Role]:
@@ -167,12 +181,12 @@ def memory_roles(config: PPOConfig, place: Placement, shapes: Mapping[str, Shape
 def estimate(config: PPOConfig, place: Placement, shapes: Mapping[str, Shape], gpu_bytes: float | None) -> Iterator[Use]:
     """Memory use of each pool in each phase of a step. gpu_bytes: size of one GPU; None: not known."""
     roles, models = memory_roles(config, place, shapes), config.actor_rollout_ref
-    engine = models.rollout
+    engine, on_cuda = models.rollout, config.trainer.device == "cuda"
     for pool in place.pools:
         here = {key: role for key, role in roles.items() if role.pool is pool}
         resting = {key: role.at_rest() for key, role in here.items()}
         rests = sum(resting.values())
-        if config.trainer.device == "cuda":
+        if on_cuda:
             rests += RUNTIME + (NCCL if world_size(pool) > 1 else 0.0)
         asleep = 0.0
         if "rollout" in pool.roles:
@@ -183,14 +197,17 @@ def estimate(config: PPOConfig, place: Placement, shapes: Mapping[str, Shape], g
                 free = gpu_bytes if engine.name == "vllm" or gpu_bytes is None else gpu_bytes - rests
                 taken = None if free is None else rests + engine.gpu_memory_utilization * free
                 yield Use(pool.name, "answers", taken, engine.gpu_memory_utilization)
-                asleep = ASLEEP if config.trainer.device == "cuda" else 0.0
+                asleep = ASLEEP if on_cuda else 0.0
         # While a role works, the others of its pool keep their resident tensors, and the engine what it keeps asleep.
         for key, role in here.items():
             others = rests - resting[key] + asleep
             name = "critic" if key == "critic" else key.rpartition(".")[2]
             yield Use(pool.name, f"{name}: {WORK.get(name, 'scores')}", others + role.in_forward())
             if role.learns is not None:
-                yield Use(pool.name, f"{name}: update", others + role.in_update())
+                # The critic learns before the actor.
+                done = (key, "critic")
+                cached = sum(other.cached(learnt=of in done) for of, other in here.items()) if on_cuda else 0.0
+                yield Use(pool.name, f"{name}: update", others + role.in_update(), cached=cached)
 
 
 def shape_of(config: PretrainedConfig, parameters: int) -> Shape | None:

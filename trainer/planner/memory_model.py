@@ -325,16 +325,43 @@ def at_optimizer(shape: Shape, setting: Setting, row: float) -> Parts:
 
 def training(shape: Shape, setting: Setting, row: float) -> Parts:
     """Bytes by part at the peak of a train step."""
+    return max((parts for parts, _ in moments_of(shape, setting, row)), key=lambda parts: sum(parts.values()))
+
+
+def moments_of(shape: Shape, setting: Setting, row: float) -> list[tuple[Parts, float]]:
+    """Bytes by part at each moment at which memory can peak, and how many of them FSDP's reduction stream has allocated.
+
+    These are reduced gradients, and at the end the float32 copy of the root's.
+    """
     # Of the layers, the first and the last are enough: from layer to layer, inputs are freed and gradients appear at constant
     # rates, so the sum is linear in the number of layers and largest at one end.
-    moments = [
-        in_head(shape, setting, row),
-        in_layer(shape, setting, row, shape.layers),
-        in_layer(shape, setting, row, 1),
-        in_reduction(shape, setting, row),
-        at_optimizer(shape, setting, row),
+    layers = shape.layers
+    arrived = setting.kept * shape.parameters / setting.gpus if setting.trained else 0.0
+    begun = arrived if setting.several and not setting.unsharded and setting.kept >= FLOAT32 else 0.0
+    layer = 0.0 if setting.unsharded or begun or not setting.trained else setting.kept * shape.layer_parameters / setting.gpus
+    # Where gradients of earlier micro-batches are there already, the reduced root is a tensor of its own until it is added.
+    root = FLOAT32 * shape.root_parameters * (1 + (1 / setting.gpus if begun else 0)) if setting.trained else 0.0
+    return [
+        (in_head(shape, setting, row), begun),
+        (in_layer(shape, setting, row, layers), begun),
+        (in_layer(shape, setting, row, 1), begun + (layers - 1) * layer),
+        (in_reduction(shape, setting, row), arrived + root),
+        (at_optimizer(shape, setting, row), arrived),
     ]
-    return max(moments, key=lambda parts: sum(parts.values()))
+
+
+def reserved(shape: Shape, setting: Setting, row: float) -> float:
+    """Bytes that torch's allocator holds at the end of a train step: each stream's peak, because its cache is per stream.
+
+    What the reduction stream had is not reused for activations (snapshots on an H200: docs/performance.md).
+    """
+    moments = moments_of(shape, setting, row)
+    return max(sum(parts.values()) - reduced for parts, reduced in moments) + max(reduced for _, reduced in moments)
+
+
+def gathering(shape: Shape, setting: Setting) -> float:
+    """Bytes that FSDP's all-gather stream keeps cached: buffers of the root and of one layer, in the compute dtype."""
+    return setting.compute * (shape.root_parameters + shape.layer_parameters) if setting.gpus > 1 else 0.0
 
 
 def scoring(shape: Shape, setting: Setting, row: float) -> Parts:

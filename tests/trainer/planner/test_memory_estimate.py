@@ -8,20 +8,25 @@ from configs.schema.ppo import PPOConfig
 from configs.validation.placement import placement_of
 from scripts.bench.shapes import SHAPES
 from tests.tiny import tiny_config
-from trainer.planner.memory_estimate import ASLEEP, NCCL, RUNTIME, estimate, shape_of
-from trainer.planner.memory_model import Shape
+from trainer.planner.memory_estimate import ASLEEP, NCCL, RUNTIME, Use, estimate, shape_of
+from trainer.planner.memory_model import Setting, Shape, gathering
 
 ACTOR, REF, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.ref", "actor_rollout_ref.rollout"
 SHAPE = Shape.of(SHAPES["7b"])
 
 
-def gigabytes(*overrides: str, gpu: float | None = 80e9) -> dict[str, float]:
-    """GB by phase, for PPO with a reference and a critic of 7B."""
+def uses(*overrides: str, gpu: float | None = 80e9) -> dict[str, Use]:
+    """By pool and phase, for PPO with a reference and a critic of 7B."""
     words = ("algorithm=ppo", f"{ACTOR}.use_kl_loss=true", "rollout=vllm", *overrides)
     config = compose("ppo_trainer", PPOConfig, words)
     shapes = {key: SHAPE for key in ("actor_rollout_ref.actor", "actor_rollout_ref.ref", "critic")}
-    uses = estimate(config, placement_of(config, has_critic=True), shapes, gpu)
-    return {f"{use.pool} {use.phase}": -1.0 if use.bytes is None else use.bytes / 1e9 for use in uses}
+    found = estimate(config, placement_of(config, has_critic=True), shapes, gpu)
+    return {f"{use.pool} {use.phase}": use for use in found}
+
+
+def gigabytes(*overrides: str, gpu: float | None = 80e9) -> dict[str, float]:
+    """GB by phase."""
+    return {phase: -1.0 if use.bytes is None else use.bytes / 1e9 for phase, use in uses(*overrides, gpu=gpu).items()}
 
 
 def test_estimate_has_every_phase_of_every_role() -> None:
@@ -59,6 +64,17 @@ def test_process_on_a_gpu_has_a_context_and_with_peers_communicators(gpus: int, 
     words = ("rollout=embedded", f"trainer.n_gpus_per_node={gpus}")
     on_gpu, on_cpu = gigabytes(*words), gigabytes(*words, "trainer.device=cpu")
     assert {phase: on_gpu[phase] - used for phase, used in on_cpu.items()} == pytest.approx(dict.fromkeys(on_cpu, more / 1e9))
+
+
+def test_caches_of_all_roles_that_worked_before_are_in_use_on_a_gpu() -> None:
+    cached = {phase: use.cached for phase, use in uses().items() if use.cached}
+    gathers = 3 * gathering(SHAPE, Setting(gpus=8))
+    assert [*cached] == ["workers actor: update", "workers critic: update"]
+    of_actor, of_critic = cached.values()
+    assert of_actor > of_critic > gathers, "the critic learns before the actor"
+    more = {phase: use.cached for phase, use in uses(f"{REF}.fsdp_config.fsdp_size=1").items() if use.cached}
+    assert more == {phase: pytest.approx(in_use - gathers / 3) for phase, in_use in cached.items()}, "nothing to gather"
+    assert not any(use.cached for use in uses("rollout=embedded", "trainer.device=cpu").values())
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,18 @@ from scripts.bench.memory import Alive
 from scripts.bench.shapes import SHAPES, Likelihood
 from tests.tiny import save_tiny_model
 from tests.workers.engine.toy import one_rank, toy_engine
-from trainer.planner.memory_model import Setting, Shape, in_layer, layer_inputs, longest, parameters, scoring, training
+from trainer.planner.memory_model import (
+    Setting,
+    Shape,
+    gathering,
+    in_layer,
+    layer_inputs,
+    longest,
+    parameters,
+    reserved,
+    scoring,
+    training,
+)
 from workers.batch import Batch
 from workers.engine.fsdp.fsdp_engine import FSDPEngine
 from workers.engine.fsdp.sharding import local
@@ -94,6 +105,30 @@ def test_peak_of_log_probs_equals_the_model(tmp_path: Path, changes: dict[str, A
     message = sum(scoring(Shape.of(config), setting, 2048).values())
     found = fullest(tmp_path, config, setting, 2048, forward=True)
     assert message == pytest.approx(found, rel=0.06)
+
+
+def test_cache_of_other_streams_is_that_of_the_reduction() -> None:
+    """Snapshot of 1.5B on one H200: 6.17 GB of reduced gradients, 1.17 GB of the root's float32 copy and of small blocks."""
+    shape, setting = Shape.of(SHAPES["1.5b"]), Setting(several=True)
+    cached = reserved(shape, setting, 16384) - sum(training(shape, setting, 16384).values())
+    assert cached == 4.0 * shape.parameters + 4 * shape.root_parameters == pytest.approx(7.34e9, rel=0.035)
+    shape, sharded = Shape.of(SHAPES["7b"]), Setting(gpus=2, several=True)
+    cached = reserved(shape, sharded, 16384) - sum(training(shape, sharded, 16384).values())
+    assert cached == 6.0 * shape.root_parameters, "the sharded sums are at every peak; the root's copy and its shard are not"
+    assert gathering(shape, sharded) == 2 * (shape.root_parameters + shape.layer_parameters) and gathering(shape, setting) == 0
+    frozen = Setting(trained=False)
+    assert reserved(shape, frozen, 16384) == sum(training(shape, frozen, 16384).values())
+
+
+# (row of scripts/test_gpu.sh, GB in an update by the model without caches, roles, the driver's count): two H200s, docs/gpu.md.
+UPDATES = [("grpo-7b-tp1", 91.6, 2, 103.1), ("grpo-7b-tp2", 62.7, 2, 74.3), ("dapo-7b", 76.3, 1, 84.4)]
+
+
+@pytest.mark.parametrize(("row", "tensors", "roles", "gigabytes"), UPDATES)
+def test_update_with_caches_is_what_the_driver_counted(row: str, tensors: float, roles: int, gigabytes: float) -> None:
+    shape, setting = Shape.of(SHAPES["7b"]), Setting(gpus=2, several=True)
+    cached = reserved(shape, setting, 16384) - sum(training(shape, setting, 16384).values()) + roles * gathering(shape, setting)
+    assert tensors + cached / 1e9 == pytest.approx(gigabytes, rel=0.015), row
 
 
 def test_sharded_bytes_are_divided_by_the_ranks() -> None:
