@@ -182,10 +182,10 @@ class NoResponseLog(ResponseLog):
 
 
 class NoRollout(RemoteRollout):
-    """Stands in for the rollout engine: nothing is generated, so weights are not synced."""
+    """Stands in for the rollout engine: nothing is generated, so weights are not synced, and it has no workers."""
 
     def __init__(self) -> None:
-        self.version = 0
+        self.version, self.groups = 0, []
 
     def sync_weights(self, version: int) -> Metrics:
         self.version = version
