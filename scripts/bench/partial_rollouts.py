@@ -42,7 +42,7 @@ from workers.controller.group import WorkerInfo
 from workers.controller.local_backend import LocalBackend
 from workers.controller.rpc import role_call
 from workers.roles.rollout_engines import ENGINES, make_rollout
-from workers.roles.rollout_role import answers
+from workers.roles.rollout_role import answers, suspended
 from workers.roles.worker import Worker
 from workers.rollout.base import Completion, Request, RolloutSpec, Sampling
 
@@ -102,7 +102,7 @@ class MeasuredEngine(SimulatedEngine):
 
     def suspend(self) -> Batch:
         start = self._clock()
-        interrupted = answers(self.rollout.abort())
+        interrupted = suspended(self.rollout.abort())
         return interrupted.with_meta({"seconds": self._clock() - start, "sequence_seconds": 0.0})
 
     def costs(self) -> tuple[float, float, float, float]:

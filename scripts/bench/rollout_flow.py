@@ -166,6 +166,7 @@ class SimulatedEngine:
         requests = [*self._admitted.values(), *self._waiting]
         self._running, self._admitted, self._waiting = [], {}, deque()
         responses = self._responses(requests, [sampled.get(request.id, 0) for request in requests])
+        responses = responses.with_rows(ended=torch.zeros(len(requests), dtype=torch.bool))
         return responses.with_meta({"seconds": 0.0, "sequence_seconds": 0.0})
 
     def _requests(self, prompts: Batch) -> list[SimulatedRequest]:

@@ -271,8 +271,9 @@ class RolloutFlow:
             ended += self.wait()
         for replica in range(len(self._made)):
             self._start(replica, role_call(ROLE, RolloutRole.suspend))
-        interrupted = self._results(every=True)
-        return ended, [part for _, part in sorted(interrupted.items())]
+        parts = [part for _, part in sorted(self._results(every=True).items())]
+        ended += [part.select(part.rows["ended"].nonzero().flatten()) for part in parts if part.rows["ended"].any()]
+        return ended, [part.select((~part.rows["ended"]).nonzero().flatten()) for part in parts]
 
     def _advance(self, ids: Sequence[int], steps: int) -> Call[Batch]:
         return role_call(ROLE, RolloutRole.advance, self._requests(ids) if ids else None, self._sampling, steps)

@@ -84,8 +84,11 @@ class RolloutRole:
         return answers(ended)
 
     def suspend(self) -> Batch:
-        """Take all unfinished requests from the engine; returns what it has sampled for them, with the columns of ``advance``."""
-        return answers(self.rollout.abort())
+        """Take all unfinished requests from the engine; returns what it has sampled for them, with the columns of ``advance``.
+
+        rows["ended"]: whether a response has ended in the meantime, as with SGLang, which generates between the calls too.
+        """
+        return suspended(self.rollout.abort())
 
     def stats(self) -> dict[str, float]:
         """The engine's counters since the last call; see Rollout.stats."""
@@ -117,3 +120,9 @@ def answers(completions: list[Completion]) -> Batch:
             "finished": torch.tensor([c.finish_reason == "stop" for c in completions], dtype=torch.int64),
         },
     )
+
+
+def suspended(completions: list[Completion]) -> Batch:
+    """What ``Rollout.abort`` returned, with the columns of RolloutRole.suspend."""
+    ended = [completion.finish_reason != "abort" for completion in completions]
+    return answers(completions).with_rows(ended=torch.tensor(ended, dtype=torch.bool))

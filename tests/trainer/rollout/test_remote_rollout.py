@@ -95,6 +95,7 @@ class ReplicaGroup:
     """
 
     world_size = 1
+    ends_between_calls = -1  # id of this request
 
     def __init__(self, name: str, calls: list[str], deaths: Sequence[int]) -> None:
         self.name = name
@@ -153,7 +154,7 @@ class ReplicaGroup:
     def suspend(self) -> Batch:
         responses = self.responses({id: log_probs for id, (_, log_probs) in self.running.items()})
         self.running.clear()
-        return responses
+        return responses.with_rows(ended=responses.rows["id"] == self.ends_between_calls)
 
     def responses(self, log_probs: dict[int, list[float]]) -> Batch:
         return Batch(
@@ -271,6 +272,19 @@ def test_death_while_unfinished_responses_are_taken(engine: Literal["embedded", 
     else:
         (*_, (others, wanted)), (*_, (same, found)) = parts
         assert others == same and [(id, [], []) for id, *_ in wanted] == found != wanted
+
+
+def test_responses_that_ended_between_the_calls_are_not_interrupted() -> None:
+    disturbed = Disturbed(name="sglang")
+    flow = disturbed.flow(LENGTHS)
+    done = {id for tick in ticks_of(flow, until=2) for id, *_ in tick}
+    last = max(set(range(len(LENGTHS))) - done)
+    for group in disturbed.rollout.groups:
+        cast(Any, group).ends_between_calls = last
+    ended, interrupted = flow.suspend()
+    late = [id for part in ended for id, *_ in rows_of(part)]
+    left = [id for part in interrupted for id, *_ in rows_of(part)]
+    assert last in late and last not in left and sorted([*done, *late, *left]) == [*range(len(LENGTHS))]
 
 
 @pytest.mark.parametrize("death", [4, 5, 7])

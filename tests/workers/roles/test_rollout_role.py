@@ -27,6 +27,9 @@ class Engine:
         r = self.requests[self.unfinished]
         return [Completion(r.id, r.prompt_ids[:1], (-0.5,), "length" if r.seed else "stop", (4,))]
 
+    def abort(self) -> list[Completion]:
+        return [Completion(0, (5, 6), (0.0, 0.0), "length", (4, 4)), Completion(1, (7,), (0.0,), "abort", (4,))]
+
 
 class Awake:
     def enter(self, phase: str) -> None:
@@ -59,3 +62,10 @@ def test_begun_responses_are_continued_from_their_last_tokens() -> None:
     )
     first, second = requests_of(prompts, SAMPLING)
     assert (first.prompt_ids, first.response_ids, second.prompt_ids, second.response_ids) == ((5,), (6, 7, 8), (9, 9), ())
+
+
+def test_suspended_responses_that_ended_before_are_marked() -> None:
+    role = RolloutRole(cast(Any, Engine()), cast(Any, None), cast(Any, Awake()), cast(Any, None))
+    found = role.suspend()
+    assert found.rows["ended"].tolist() == [True, False] and found.rows["id"].tolist() == [0, 1]
+    assert found.lengths.tolist() == [2, 1]
