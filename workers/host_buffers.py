@@ -20,6 +20,8 @@ PAGE = 4096
 class PageLocked(mmap.mmap):
     """A mapping that a CUDA device can copy from and to directly; the lock ends before the mapping does."""
 
+    locked_at: int | None = None  # address; None: not locked, also after the driver has refused
+
     def lock(self) -> None:
         """Touch all pages in several threads, then lock them. Without the touch, the driver's one thread would do both.
 
@@ -27,14 +29,16 @@ class PageLocked(mmap.mmap):
             RuntimeError: The driver refuses, for example for want of host memory.
         """
         pages = torch.frombuffer(self, dtype=torch.uint8)
-        self.address = pages.data_ptr()
         piece = -(-len(pages) // PAGE // THREADS) * PAGE
         with ThreadPoolExecutor(thread_count()) as pool:
             list(pool.map(lambda part: part[::PAGE].fill_(0), pages.split(max(piece, PAGE))))
-        torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(self.address, len(pages), 0))
+        torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(pages.data_ptr(), len(pages), 0))
+        self.locked_at = pages.data_ptr()
 
     def __del__(self) -> None:
-        torch.cuda.cudart().cudaHostUnregister(self.address)
+        # Only what was locked: for other addresses CUDA records an error, which the next kernel launch would report as its own.
+        if self.locked_at is not None:
+            torch.cuda.cudart().cudaHostUnregister(self.locked_at)
 
 
 def thread_count() -> int:

@@ -1,5 +1,8 @@
 """Buffers in one mapping: aligned, apart from each other, and of the sizes that were asked for."""
 
+import gc
+
+import pytest
 import torch
 
 from workers.host_buffers import ALIGNED, host_buffers
@@ -14,3 +17,11 @@ def test_buffers_are_aligned_and_do_not_overlap() -> None:
         buffer.fill_(value)
     assert all(torch.equal(buffer, torch.full_like(buffer, value)) for value, buffer in enumerate(buffers))
     assert host_buffers([]) == []
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU's driver locks the pages")
+@pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
+def test_a_mapping_that_could_not_be_locked_is_released_without_an_error() -> None:
+    with pytest.raises((AssertionError, RuntimeError)):
+        host_buffers([1], page_locked=True)
+    gc.collect()

@@ -99,6 +99,7 @@ class Replicas:
         The replacement is recorded after the block. Raises ``death`` if there may be none.
         """
         with self.replacement(f"replica {replica} of rollout", death):
+            # First: what is left of its workers holds the slots.
             self.groups[replica].shutdown()
             self.groups[replica] = self.starts[replica]()
             yield

@@ -173,6 +173,7 @@ class Watchdog:
                 try:
                     (found[call],) = self._result(future, call.pool, call.phase, call.what, call.work)
                 except WorkerError as error:
+                    # Only a death leaves the other replicas as they were, so only then may the caller continue.
                     if not error.process_died:
                         raise
                     found[call] = error

@@ -204,7 +204,7 @@ def estimate(config: PPOConfig, place: Placement, shapes: Mapping[str, Shape], g
             name = "critic" if key == "critic" else key.rpartition(".")[2]
             yield Use(pool.name, f"{name}: {WORK.get(name, 'scores')}", others + role.in_forward())
             if role.learns is not None:
-                # The critic learns before the actor.
+                # The critic learns before the actor. All roles have been gathered by then: for log-probs and values.
                 done = (key, "critic")
                 cached = sum(other.cached(learnt=of in done) for of, other in here.items()) if on_cuda else 0.0
                 yield Use(pool.name, f"{name}: update", others + role.in_update(), cached=cached)

@@ -356,6 +356,7 @@ def reserved(shape: Shape, setting: Setting, row: float) -> float:
     What the reduction stream had is not reused for activations (snapshots on an H200: docs/performance.md).
     """
     moments = moments_of(shape, setting, row)
+    # The two peaks are at different moments: their sum is more than what is allocated at any one.
     return max(sum(parts.values()) - reduced for parts, reduced in moments) + max(reduced for _, reduced in moments)
 
 

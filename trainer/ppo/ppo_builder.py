@@ -170,8 +170,8 @@ def wants_critic(config: PPOConfig) -> bool:
 class Assembly:
     """Builds the parts of a loop, each from its part of the configuration.
 
-    place: pool of each role. Subclasses replace parts (trainer/ppo/replay.py); a dry run
-    builds no models and passes no worker groups.
+    place: pool of each role. Subclasses replace parts (trainer/ppo/replay.py); a dry run builds no models and passes no worker
+    groups.
     """
 
     def __init__(

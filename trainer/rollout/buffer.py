@@ -151,16 +151,17 @@ class GroupBuffer:
         """
         age = {ordinal: step - group.step for ordinal, group in self._groups.items()}
         ready = [group.ordinal for group in self.complete() if group.ordinal in kept]
-        chosen: list[int] = []
+        # More complete groups change nothing chosen: each threshold takes the first that are ready and keeps room for the rest.
+        chosen: dict[int, None] = {}  # in order; a list would be searched for every group
         awaited = 0  # groups that must be taken and are not ready
         for at_least in range(max_age, 0, -1):
             left = sum(of_group >= at_least for of_group in age.values()) - len(chosen) - awaited
             # At most ``count``, also after a resume with a smaller max_age.
             due = min(max(0, left - (max_age - at_least) * count), count - len(chosen) - awaited)
             late = [ordinal for ordinal in ready if age[ordinal] >= at_least and ordinal not in chosen][:due]
-            chosen += late
+            chosen |= dict.fromkeys(late)
             awaited += due - len(late)
-        return chosen + [ordinal for ordinal in ready if ordinal not in chosen][: count - len(chosen) - awaited]
+        return [*chosen, *[ordinal for ordinal in ready if ordinal not in chosen][: count - len(chosen) - awaited]]
 
     def remove(self, ordinals: Iterable[int]) -> list[PendingGroup]:
         """Remove groups that are trained on, or that a filter drops; returns them."""

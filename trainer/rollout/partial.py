@@ -164,6 +164,7 @@ class FilteredPartialRollouts(PartialRollouts):
     def batch(self, sampler: Sampler, step: int, prompts: PromptStream, phases: Phases, overlap: Overlap | None) -> Batch:
         buffer, round_size = self.buffer, prompts.order.batch_size
         kept = KeptGroups(sampler, Tally(self.filters, self.groups, prompts.rounds_per_epoch))
+        # Those that have waited since the last step are judged first.
         ended = waited = buffer.complete()
         with phases("gen"):
             flow = sampler.rollout.flow(sampler.sampling, buffer.requests, expected=self.groups * buffer.n, in_step=True)

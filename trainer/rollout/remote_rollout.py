@@ -83,6 +83,7 @@ class RemoteRollout:
 
         self.version, self._slept = version, False
         if self._replicas is not None:
+            # A dead replica would leave the trainers waiting in the transfer until its limit.
             asking = worker_call(Worker.is_alive)
             alive = [self.start_call(asking, replica, phase="ask") for replica in range(self.n_replicas)]
             results = self.watchdog.results(alive, every=True)
@@ -271,6 +272,7 @@ class RolloutFlow:
             ended += self.wait()
         for replica in range(len(self._made)):
             self._start(replica, role_call(ROLE, RolloutRole.suspend))
+        # In the order of replicas: the order in which calls end differs from run to run.
         parts = [part for _, part in sorted(self._results(every=True).items())]
         ended += [part.select(part.rows["ended"].nonzero().flatten()) for part in parts if part.rows["ended"].any()]
         return ended, [part.select((~part.rows["ended"]).nonzero().flatten()) for part in parts]

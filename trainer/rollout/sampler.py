@@ -265,6 +265,7 @@ class Sampler:
             "uid": torch.tensor([prompt.uid for prompt in asked]),
             "group": groups,
             "sample": torch.tensor(samples),
+            # The greedy response of a baseline has a number too.
             "trajectory": groups * (n + (trains and self.with_baselines)) + torch.tensor(samples),
             "part": torch.zeros_like(groups),
             "score": score,

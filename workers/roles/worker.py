@@ -139,6 +139,7 @@ class Worker:
         other ranks None.
         """
         model = self._model(role)
+        # One sender for all channels: gathering the weights is collective over the trainer, however many replicas want them.
         model.sender = model.sender or Sender(model.engine)
         if self.info.rank != 0:
             return None

@@ -33,6 +33,7 @@ class Mirror:
     def __init__(self, info: WorkerInfo) -> None:
         self.rank = info.rank
         self.roles = dict.fromkeys(("actor", "rollout"), self)
+        self.prompts: list[Batch] = []
 
     def close(self) -> None:
         """Holds nothing."""
@@ -84,7 +85,7 @@ class Mirror:
     def advance(self, prompts: Batch | None, sampling: object, steps: int) -> Batch:
         """Completes three rows a call, the last submitted first."""
         if prompts is not None:
-            self.prompts = [*getattr(self, "prompts", []), *prompts.chunk(len(prompts))]
+            self.prompts += prompts.chunk(len(prompts))
         done = [self.prompts.pop() for _ in range(min(3, len(self.prompts)))]
         answers = Batch.concat(done)
         return answers.with_rows(engine=torch.full((len(answers),), self.rank))
