@@ -98,8 +98,8 @@ class Setting:
 
     @property
     def unsharded(self) -> bool:
-        """Whether every GPU holds unsharded gradients of earlier micro-batches; on one GPU these are no larger than its shard."""
-        return self.several and (self.no_sync or self.gpus == 1)
+        """Whether every GPU holds unsharded gradients of earlier micro-batches."""
+        return self.several and self.no_sync
 
 
 def parameters(shape: Shape, setting: Setting) -> float:

@@ -75,8 +75,6 @@ class FSDPEngine(TrainEngine):
             rank=rank, world_size=world, dp_rank=rank // sp, dp_size=world // sp, is_output_rank=rank % sp == 0
         )
         self._device_mesh = device_mesh(spec.device, fsdp.fsdp_size)
-        # Whether gradients are reduced in the last micro-batch only, see _reduce_gradients.
-        self._reduces_last_only = fsdp.use_no_sync_for_gradient_accumulation or self._device_mesh["shard"].size() == 1
         self._token_sharding = TokenSharding.over(sp, spec.device)
         self._model, self._shell = self._build()
         # While parameters are gathered, the modules contain the gathered tensors. Keep references to the sharded ones.
@@ -207,7 +205,7 @@ class FSDPEngine(TrainEngine):
             # No division by micro-batches or ranks: loss_weight was computed over the whole mini-batch.
             total.backward()
             # A single micro-batch has nothing to add up, and unsharded gradients accumulate in float32.
-            if len(plan) > 1 and not self._reduces_last_only:
+            if len(plan) > 1 and not self.fsdp.use_no_sync_for_gradient_accumulation:
                 self._sum_in_float32(sums)
         for name in list(sums):
             # pop(): each float32 sum is freed as soon as its gradient is cast.
@@ -245,13 +243,13 @@ class FSDPEngine(TrainEngine):
 
         Each micro-batch is reduced over the ranks that share one copy of the model, so that gradients accumulate sharded:
         unsharded they take 4 bytes per parameter on every GPU, however many GPUs there are. Copies (HSDP) are summed in the last
-        micro-batch. With use_no_sync_for_gradient_accumulation all reduction waits for the last micro-batch; so it does if one
-        rank holds the whole model, where sharded gradients are no smaller.
+        micro-batch. With use_no_sync_for_gradient_accumulation all reduction waits for the last micro-batch.
         """
         if isinstance(self._model, FSDPModule):
-            self._model.set_requires_gradient_sync(last or not self._reduces_last_only)
+            reduces = last or not self.fsdp.use_no_sync_for_gradient_accumulation
+            self._model.set_requires_gradient_sync(reduces)
             self._model.set_requires_all_reduce(last)
-            self._model.set_is_last_backward(last or not self._reduces_last_only)
+            self._model.set_is_last_backward(reduces)
             # Parameters that may stay gathered from forward to backward may stay until the last backward.
             self._model.set_reshard_after_backward(last or self.fsdp.reshard_after_forward)
 
