@@ -25,7 +25,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict, replace
 from pathlib import Path
-from statistics import mean
+from statistics import mean, median
 from typing import Any, Literal
 
 import numpy as np
@@ -107,17 +107,19 @@ class MeasuredEngine(SimulatedEngine):
 
     def costs(self) -> tuple[float, float, float, float]:
         """Measured a, b, c and d; a and b by least squares over a few numbers of sequences."""
-        counts = [max(1, self._settings.slots * eighths // 8) for eighths in (1, 2, 4, 8)]
-        self._decode(counts[0])  # compiles, captures and allocates
-        decode, prefill, entering = zip(*(self._decode(count) for count in counts), strict=True)
+        counts = [max(1, self._settings.slots * share // 32) for share in (1, 4, 8, 16, 32)]
+        for count in counts:
+            self._decode(count, seed=0)  # compiles, captures and allocates
+        decode, prefill, entering = zip(*(self._decode(count, seed=1) for count in counts), strict=True)
+        print(f"decode step of {counts} sequences: {[f'{seconds:.3g}' for seconds in decode]} s", file=sys.stderr, flush=True)
         b, a = np.polyfit(counts, decode, 1).tolist()
         return a, b, mean(prefill), max(0.0, mean(entering) - mean(decode))
 
-    def _decode(self, count: int) -> tuple[float, float, float]:
+    def _decode(self, count: int, *, seed: int) -> tuple[float, float, float]:
         """Seconds of a decode step of ``count`` sequences, of prefill per token, and of a decode step in which one of the
-        sequences ends and a request enters, whose prompt is computed already.
+        sequences ends and a request enters, whose prompt is computed already. seed: another one has other prompts.
         """
-        settings, draws = self._settings, np.random.default_rng(count)
+        settings, draws = self._settings, np.random.default_rng((count, seed))
         length = min(4 * DECODE_STEPS, settings.max_tokens - settings.max_tokens // 8)  # ends after the measurement
         # Where geometric responses are that fill the slots: the positions have the distribution of the lengths.
         places = np.minimum(draws.geometric(8 / settings.max_tokens, count), settings.max_tokens - length)
@@ -128,20 +130,24 @@ class MeasuredEngine(SimulatedEngine):
         while len(begun) < count:
             self.rollout.step()
             begun.update(new.id for new in self.rollout.new_tokens())
-        prefill, start = self._clock() - start, self._clock()
-        for _ in range(DECODE_STEPS):
-            self.rollout.step()
-        decode, seconds = self._clock() - start, 0.0
+        prefill = self._clock() - start
+        decode = [self._step() for _ in range(DECODE_STEPS)]
         assert self.rollout.unfinished == count, "all of them were decoded in every step"
+        entering = []
         for i in range(ENTERING):
             self.rollout.abort([i])  # new ids follow those of the first requests
             self.rollout.submit([Request(count + i, tuple(tokens[0]), limited(length), seed=i)])
-            start = self._clock()
-            self.rollout.step()
-            seconds += self._clock() - start
-            self.rollout.step()  # of decoding alone, so that engines which schedule ahead are in the same state
+            entering.append(self._step())
+            self._step()  # of decoding alone, so that engines which schedule ahead are in the same state
         self.rollout.abort()
-        return decode / DECODE_STEPS, prefill / sum(map(len, tokens)), seconds / ENTERING
+        # Medians: a step in which the process is interrupted says nothing about the engine.
+        return median(decode), prefill / sum(map(len, tokens)), median(entering)
+
+    def _step(self) -> float:
+        """Seconds of an engine step."""
+        start = self._clock()
+        self.rollout.step()
+        return self._clock() - start
 
 
 def forced(request: SimulatedRequest, ids: Sequence[int], seed: int) -> Request:

@@ -15,7 +15,8 @@ from scripts.gpu.attempt import Attempt, Failed, Machine
 from scripts.gpu.check import result_of, tidy
 from scripts.gpu.driver import MARK, Gpu, end_all, started_by
 from scripts.gpu.rows import BY_NAME, ROWS, Sizes
-from scripts.gpu.table import merged
+from scripts.gpu.table import main as write_table
+from scripts.gpu.table import merged, table
 
 ROOT = Path(__file__).parents[3]
 HEALTHY = {"actor/grad_norm": 1.0, "training/rollout_log_probs_diff_mean": 0.001}
@@ -116,6 +117,21 @@ def test_merged_table_keeps_the_latest_result_that_was_not_skipped() -> None:
         "passed",
         "passed",
     ]
+
+
+def test_page_keeps_its_results_and_takes_new_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = tmp_path / "gpu.md"
+    page.write_text((ROOT / "docs/gpu.md").read_text())
+    before = json.loads((ROOT / "docs/gpu.json").read_text())
+    assert table(before) in page.read_text(), "docs/gpu.json is what docs/gpu.md was made from"
+    (tmp_path / "gpu.json").write_text(json.dumps(before))
+    new = before[0] | {"date": "2099-01-01", "peak_gb": 12.3, "log": "not kept"}
+    (tmp_path / "results.json").write_text(json.dumps([new]))
+    monkeypatch.setattr(sys, "argv", ["table", str(tmp_path / "results.json"), "--docs", str(page)])
+    write_table()
+    del new["log"]
+    kept = json.loads((tmp_path / "gpu.json").read_text())
+    assert kept == [new, *before[1:]] and table(kept) in page.read_text()
 
 
 def test_rows_are_consistent() -> None:

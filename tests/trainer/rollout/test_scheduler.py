@@ -103,6 +103,25 @@ def test_one_replica_gets_everything_in_order_however_it_is_balanced() -> None:
         assert scheduler.calls() == {0: [0, 1, 2, 3, 4, 5]}
 
 
+@pytest.mark.parametrize(
+    ("length", "group_size", "most"),
+    [
+        pytest.param(63, 8, 320, id="short responses: others wait in the engine, so that slots are filled within a turn"),
+        pytest.param(64, 8, 256, id="longer ones: requests enter between turns only"),
+        pytest.param(64, 100, 340, id="large groups: more than a sixteenth of the slots would be empty"),
+    ],
+)
+def test_rows_that_a_replica_holds(length: int, group_size: int, most: int) -> None:
+    rows = 60 * group_size
+    scheduler = scheduler_of(rows, group_size, 3, n_replicas=1, slots=256, max_tokens=length, balance="tokens")
+    held = []
+    while scheduler.calls():
+        held.append(scheduler.held(0))
+        done = scheduler.rows(0)[:group_size]
+        scheduler.record({0: Ended(done, [length] * len(done))})
+    assert max(held) <= most and max(held) > most - group_size and scheduler.unfinished == 0
+
+
 @pytest.mark.parametrize(("n_groups", "slots"), [(128, 128), (256, 64)])
 def test_two_replicas_take_the_time_of_one_queue_over_both(n_groups: int, slots: int) -> None:
     """Ideal: a replica takes the next response the moment a slot is free, wherever that is."""
