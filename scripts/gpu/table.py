@@ -2,7 +2,7 @@
 
 python -m scripts.gpu.table RESULTS.json ... --docs docs/gpu.md      # of a row and number of GPUs the latest counts
 
-The page's results are kept beside it, in docs/gpu.json: machines come and go, and a few rows at a time are run again.
+The page's results are kept next to it, in docs/gpu.json: machines come and go, and a few rows at a time are run again.
 """
 
 from __future__ import annotations
