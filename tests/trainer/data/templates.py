@@ -1,0 +1,149 @@
+"""Small chat templates with the behaviour of well-known families, written for these tests, and a tokenizer for them.
+
+Only what matters for rows of several turns is reproduced: where system prompt and tools are, what ends a turn, what happens to
+thinking, and what the generation prompt opens.
+"""
+
+from functools import cache
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+CHATML_HEAD = """
+{%- macro head(role) %}{{ '<|im_start|>' + role + '\\n' }}{% endmacro %}
+{%- macro calls(m) %}{% for call in m.tool_calls or [] %}
+{{- '\\n' if m.content or not loop.first }}{{ '<tool_call>\\n' }}{{ call.function | tojson }}{{ '\\n</tool_call>' }}
+{%- endfor %}{% endmacro %}
+{%- macro result(m, before, after) %}
+{%- if before != 'tool' %}{{ '<|im_start|>user' }}{% endif %}
+{{- '\\n<tool_response>\\n' + m.content + '\\n</tool_response>' }}
+{%- if after != 'tool' %}{{ '<|im_end|>\\n' }}{% endif %}{% endmacro %}
+{%- set first = messages[0].content if messages[0].role == 'system' else '' %}
+{%- if tools %}{{ head('system') + first + '\\n# Tools' }}
+{%- for tool in tools %}{{ '\\n' + (tool | tojson) }}{% endfor %}{{ '<|im_end|>\\n' }}
+{%- elif first %}{{ head('system') + first + '<|im_end|>\\n' }}{% endif %}"""
+QWEN25 = (
+    CHATML_HEAD
+    + """
+{%- for m in messages %}
+{%- if m.role == 'user' %}{{ head('user') + m.content + '<|im_end|>\\n' }}
+{%- elif m.role == 'assistant' %}{{ head('assistant') + (m.content or '') }}{{ calls(m) }}{{ '<|im_end|>\\n' }}
+{%- elif m.role == 'tool' %}
+{{- result(m, messages[loop.index0 - 1].role, 'end' if loop.last else messages[loop.index0 + 1].role) }}
+{%- endif %}{% endfor %}
+{%- if add_generation_prompt %}{{ head('assistant') }}{% endif %}"""
+)
+THINKING = """
+{%- set ns = namespace(query=-1) %}
+{%- for m in messages %}{% if m.role == 'user' %}{% set ns.query = loop.index0 %}{% endif %}{% endfor %}
+{%- for m in messages %}
+{%- if m.role == 'user' %}{{ head('user') + m.content + '<|im_end|>\\n' }}
+{%- elif m.role == 'assistant' %}
+{%- set thought = m.reasoning_content or '' %}{% set answer = m.content or '' %}
+{%- if not thought and '</think>' in answer %}
+{%- set thought = answer.split('</think>')[0].split('<think>')[-1].strip('\\n') %}
+{%- set answer = answer.split('</think>')[-1].lstrip('\\n') %}{% endif %}
+{{- head('assistant') }}
+{%- if loop.index0 > ns.query and (KEPT) %}{{ '<think>\\n' + thought.strip('\\n') + '\\n</think>\\n\\n' + answer.lstrip('\\n') }}
+{%- else %}{{ answer }}{% endif %}
+{{- calls(m) }}{{ '<|im_end|>\\n' }}
+{%- elif m.role == 'tool' %}
+{{- result(m, messages[loop.index0 - 1].role, 'end' if loop.last else messages[loop.index0 + 1].role) }}
+{%- endif %}{% endfor %}
+{%- if add_generation_prompt %}{{ head('assistant') }}OPENED{% endif %}"""
+EMPTY_BLOCK = "{% if enable_thinking is defined and not enable_thinking %}{{ '<think>\\n\\n</think>\\n\\n' }}{% endif %}"
+QWEN3 = CHATML_HEAD + THINKING.replace("KEPT", "loop.last or thought").replace("OPENED", EMPTY_BLOCK)
+QWEN35 = CHATML_HEAD + THINKING.replace("KEPT", "true").replace("OPENED", "{{ '<think>\\n' }}")
+GLM = CHATML_HEAD + THINKING.replace("KEPT", "thought").replace("OPENED", "")
+LLAMA3 = """{{ '<|begin_of_text|>' }}
+{%- macro head(role) %}{{ '<|start_header_id|>' + role + '<|end_header_id|>\\n\\n' }}{% endmacro %}
+{%- if tools %}{{ head('system') }}{% for tool in tools %}{{ (tool | tojson) + '\\n' }}{% endfor %}{{ '<|eot_id|>' }}{% endif %}
+{%- for m in messages %}
+{%- if m.role == 'tool' %}{{ head('ipython') + (m.content | tojson) + '<|eot_id|>' }}
+{%- elif m.tool_calls %}
+{%- if m.tool_calls | length > 1 %}{{ raise_exception('one tool call at a time') }}{% endif %}
+{{- head('assistant') + (m.tool_calls[0].function | tojson) + '<|eot_id|>' }}
+{%- else %}{{ head(m.role) + (m.content | trim) + '<|eot_id|>' }}{% endif %}{% endfor %}
+{%- if add_generation_prompt %}{{ head('assistant') }}{% endif %}"""
+PHI3 = """{% for m in messages %}
+{%- if m.role in ('system', 'user', 'assistant') %}{{ '<|' + m.role + '|>\\n' + m.content + '<|end|>\\n' }}{% endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% else %}{{ eos_token }}{% endif %}"""
+GPT_OSS = """
+{%- macro channel(name, content) %}{{ '<|channel|>' + name + '<|message|>' + content }}{% endmacro %}
+{%- if tools %}{{ '<|start|>developer<|message|>' }}{% for tool in tools %}{{ tool | tojson }}{% endfor %}{{ '<|end|>' }}{% endif %}
+{%- for m in messages %}
+{%- if m.role == 'tool' %}{{ '<|start|>functions to=assistant<|channel|>commentary<|message|>' + (m.content | tojson) + '<|end|>' }}
+{%- elif m.role != 'assistant' %}{{ '<|start|>' + m.role + '<|message|>' + m.content + '<|end|>' }}
+{%- else %}
+{%- set later = messages[loop.index:] | selectattr('role', 'equalto', 'assistant') | rejectattr('tool_calls', 'defined') | list %}
+{%- if m.reasoning_content and not later %}
+{{- '<|start|>assistant' }}{{ channel('analysis', m.reasoning_content) }}{{ '<|end|>' }}{% endif %}
+{%- if m.tool_calls %}
+{{- '<|start|>assistant to=functions<|channel|>commentary json<|message|>' }}{{ m.tool_calls[0].function | tojson }}{{ '<|call|>' }}
+{%- else %}{{ '<|start|>assistant' }}{{ channel('final', m.content) }}{{ '<|return|>' if loop.last else '<|end|>' }}{% endif %}
+{%- endif %}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|start|>assistant' }}{% endif %}"""
+DEEPSEEK = """{{ bos_token }}
+{%- for m in messages %}{% if m.role == 'system' %}{{ m.content }}{% endif %}{% endfor %}
+{%- for tool in tools or [] %}{{ '\\n' + (tool | tojson) }}{% endfor %}
+{%- for m in messages %}
+{%- if m.role == 'user' %}{{ '<|User|>' + m.content }}
+{%- elif m.role == 'tool' %}{{ '<|tool|>' + m.content + '<|tool_end|>' }}
+{%- elif m.role == 'assistant' %}
+{%- if messages[loop.index0 - 1].role != 'tool' %}{{ '<|Assistant|>' }}{% endif %}
+{{- (m.content or '').split('</think>')[-1] }}
+{%- for call in m.tool_calls or [] %}{{ '<|call|>' + (call.function | tojson) }}{% endfor %}{{ eos_token }}{% endif %}{% endfor %}
+{%- if add_generation_prompt and messages[-1].role != 'tool' %}{{ '<|Assistant|>' }}OPENED{% endif %}"""
+DEEPSEEK_V3 = DEEPSEEK.replace("OPENED", "")
+DEEPSEEK_R1 = DEEPSEEK.replace("OPENED", "{{ '<think>\\n' }}")
+MISTRAL = """{{ bos_token }}
+{%- set asked = messages | selectattr('role', 'equalto', 'user') | list %}
+{%- for m in messages %}
+{%- if m.role == 'user' %}
+{%- if tools and m == asked[-1] %}{{ '[AVAILABLE_TOOLS]' + (tools | tojson) + '[/AVAILABLE_TOOLS]' }}{% endif %}
+{{- '[INST] ' }}
+{%- if m == asked[-1] and messages[0].role == 'system' %}{{ messages[0].content + '\\n\\n' }}{% endif %}
+{{- m.content + '[/INST]' }}
+{%- elif m.role == 'tool' %}{{ '[TOOL_RESULTS] ' + m.content + '[/TOOL_RESULTS]' }}
+{%- elif m.tool_calls %}{{ '[TOOL_CALLS] ' + (m.tool_calls[0].function | tojson) + eos_token }}
+{%- elif m.role == 'assistant' %}{{ ' ' + m.content + eos_token }}{% endif %}{% endfor %}"""
+TEMPLATES = {
+    "qwen2.5": QWEN25, "qwen3": QWEN3, "qwen3.5": QWEN35, "glm": GLM, "llama3": LLAMA3, "phi3": PHI3, "gpt-oss": GPT_OSS,
+    "deepseek-v3": DEEPSEEK_V3, "deepseek-r1": DEEPSEEK_R1, "mistral": MISTRAL,
+}  # fmt: skip
+ENDS = {"gpt-oss": "<|return|>", "llama3": "<|eot_id|>", "phi3": "<|endoftext|>", "qwen": "<|im_end|>", "glm": "<|im_end|>"}
+SPECIAL = (
+    "<pad>", "</s>", "<s>", "<|im_start|>", "<|im_end|>", "<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>",
+    "<|eot_id|>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>", "<|endoftext|>", "<|start|>", "<|channel|>",
+    "<|message|>", "<|call|>", "<|return|>", "<|User|>", "<|Assistant|>", "<|tool|>", "<|tool_end|>", "[INST]", "[/INST]",
+    "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_CALLS]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]",
+)  # fmt: skip
+TEXT = "\n\n the next digit after a number is an answer to it: hello, more of it\n system user assistant\n\n<think> thought "
+
+
+@cache
+def _bpe() -> Tokenizer:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=list(SPECIAL), initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator([TEXT] * 4, trainer)
+    # As in Qwen3, thinking tags are tokens of their own, but not special ones.
+    tokenizer.add_tokens(["<think>", "</think>", "<tool_call>", "</tool_call>"])
+    return tokenizer
+
+
+def family_tokenizer(family: str) -> PreTrainedTokenizerFast:
+    """Byte-level BPE with merges and the special tokens of all families; its template and EOS are those of ``family``."""
+    eos = next((token for name, token in ENDS.items() if family.startswith(name)), "</s>")
+    return PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_str(_bpe().to_str()),
+        pad_token="<pad>",
+        bos_token="<s>",
+        eos_token=eos,
+        extra_special_tokens=[token for token in SPECIAL if token not in ("<pad>", "<s>", eos)],
+        chat_template=TEMPLATES[family],
+        clean_up_tokenization_spaces=False,
+    )
