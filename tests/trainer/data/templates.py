@@ -4,10 +4,14 @@ Only what matters for rows of several turns is reproduced: where system prompt a
 thinking, and what the generation prompt opens.
 """
 
+import random
 from functools import cache
+from typing import Any
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
+
+from tests.trainer.data.tokenizers import merging_tokenizer
 
 CHATML_HEAD = """
 {%- macro head(role) %}{{ '<|im_start|>' + role + '\\n' }}{% endmacro %}
@@ -112,38 +116,72 @@ TEMPLATES = {
     "qwen2.5": QWEN25, "qwen3": QWEN3, "qwen3.5": QWEN35, "glm": GLM, "llama3": LLAMA3, "phi3": PHI3, "gpt-oss": GPT_OSS,
     "deepseek-v3": DEEPSEEK_V3, "deepseek-r1": DEEPSEEK_R1, "mistral": MISTRAL,
 }  # fmt: skip
-ENDS = {"gpt-oss": "<|return|>", "llama3": "<|eot_id|>", "phi3": "<|endoftext|>", "qwen": "<|im_end|>", "glm": "<|im_end|>"}
+# What a model has to generate at the end of a turn.
+ENDS = {
+    "qwen2.5": "<|im_end|>", "qwen3": "<|im_end|>", "qwen3.5": "<|im_end|>", "glm": "<|im_end|>", "llama3": "<|eot_id|>",
+    "phi3": "<|end|>", "gpt-oss": "<|return|>", "deepseek-v3": "</s>", "deepseek-r1": "</s>", "mistral": "</s>",
+}  # fmt: skip
 SPECIAL = (
     "<pad>", "</s>", "<s>", "<|im_start|>", "<|im_end|>", "<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>",
     "<|eot_id|>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>", "<|endoftext|>", "<|start|>", "<|channel|>",
     "<|message|>", "<|call|>", "<|return|>", "<|User|>", "<|Assistant|>", "<|tool|>", "<|tool_end|>", "[INST]", "[/INST]",
     "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_CALLS]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]",
 )  # fmt: skip
-TEXT = "\n\n the next digit after a number is an answer to it: hello, more of it\n system user assistant\n\n<think> thought "
+TEXT = "\n\n hello, more of it: ha ha\n system user assistant\n\n the answer is 12\n"
 
 
 @cache
-def _bpe() -> Tokenizer:
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=list(SPECIAL), initial_alphabet=alphabet, show_progress=False)
-    tokenizer.train_from_iterator([TEXT] * 4, trainer)
-    # As in Qwen3, thinking tags are tokens of their own, but not special ones.
+def _merging() -> str:
+    return merging_tokenizer(TEXT * 4, *SPECIAL).backend_tokenizer.to_str()
+
+
+@cache
+def family_tokenizer(family: str) -> PreTrainedTokenizerFast:
+    """Byte-level BPE whose merges span words and newlines, with the special tokens of all families.
+
+    Template and EOS are those of ``family``. Shared between tests, which must not change it.
+    """
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_str(_merging()),
+        pad_token="<pad>",
+        bos_token="<s>",
+        eos_token="<|endoftext|>" if family == "phi3" else ENDS[family],
+        chat_template=TEMPLATES[family],
+        clean_up_tokenization_spaces=False,
+    )
+    # As in Qwen3, these tags are tokens of their own, but not special ones.
     tokenizer.add_tokens(["<think>", "</think>", "<tool_call>", "</tool_call>"])
     return tokenizer
 
 
-def family_tokenizer(family: str) -> PreTrainedTokenizerFast:
-    """Byte-level BPE with merges and the special tokens of all families; its template and EOS are those of ``family``."""
-    eos = next((token for name, token in ENDS.items() if family.startswith(name)), "</s>")
-    return PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer.from_str(_bpe().to_str()),
-        pad_token="<pad>",
-        bos_token="<s>",
-        eos_token=eos,
-        extra_special_tokens=[token for token in SPECIAL if token not in ("<pad>", "<s>", eos)],
-        chat_template=TEMPLATES[family],
-        clean_up_tokenization_spaces=False,
-    )
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}}}]
+
+
+def conversation(
+    rng: random.Random, *, system: float = 0.3, thinking: float = 0.0, inline: float = 0.0, tools: float = 0.0
+) -> list[dict[str, Any]]:
+    """Random conversation of 1 to 3 user messages, with up to two tool calls after each, one at a time.
+
+    Probabilities: of a system prompt, of thinking in a field or in the content of an assistant turn, and of another tool call.
+    """
+
+    def text() -> str:
+        return "".join(rng.choices(["hello", " more", "ha ha", "12", "\n", " ", "é", "user", "<", "."], k=rng.randint(1, 6))) + "!"
+
+    def turn(**fields: Any) -> dict[str, Any]:
+        content = fields.pop("content")
+        if rng.random() < inline:
+            content = f"<think>\n{text()}\n</think>\n\n{content}"
+        more = {"reasoning_content": text()} if rng.random() < thinking else {}
+        return {"role": "assistant", "content": content} | more | fields
+
+    messages: list[dict[str, Any]] = [{"role": "system", "content": text()}] if rng.random() < system else []
+    for _ in range(rng.randint(1, 3)):
+        messages.append({"role": "user", "content": text()})
+        for _ in range(2):
+            if rng.random() < tools:
+                call = {"name": "add", "arguments": {"a": rng.randint(0, 99)}}
+                messages.append(turn(content="", tool_calls=[{"id": "call00001", "type": "function", "function": call}]))
+                messages.append({"role": "tool", "content": str(rng.randint(0, 99)), "tool_call_id": "call00001"})
+        messages.append(turn(content=text()))
+    return messages
