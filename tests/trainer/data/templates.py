@@ -158,11 +158,11 @@ TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type":
 
 
 def conversation(
-    rng: random.Random, *, system: float = 0.3, thinking: float = 0.0, inline: float = 0.0, tools: float = 0.0
+    rng: random.Random, *, system: float = 0.3, thinking: float = 0.0, inline: float = 0.0, calls: int = 0
 ) -> list[dict[str, Any]]:
-    """Random conversation of 1 to 3 user messages, with up to two tool calls after each, one at a time.
+    """Random conversation of 1 to 3 user messages, with up to ``calls`` tool calls after each, one at a time.
 
-    Probabilities: of a system prompt, of thinking in a field or in the content of an assistant turn, and of another tool call.
+    system, thinking, inline: probabilities of a system prompt, and of thinking in a field or in the content of an assistant turn.
     """
 
     def text() -> str:
@@ -178,10 +178,9 @@ def conversation(
     messages: list[dict[str, Any]] = [{"role": "system", "content": text()}] if rng.random() < system else []
     for _ in range(rng.randint(1, 3)):
         messages.append({"role": "user", "content": text()})
-        for _ in range(2):
-            if rng.random() < tools:
-                call = {"name": "add", "arguments": {"a": rng.randint(0, 99)}}
-                messages.append(turn(content="", tool_calls=[{"id": "call00001", "type": "function", "function": call}]))
-                messages.append({"role": "tool", "content": str(rng.randint(0, 99)), "tool_call_id": "call00001"})
+        for _ in range(rng.randint(0, calls)):
+            call = {"name": "add", "arguments": {"a": rng.randint(0, 99)}}
+            messages.append(turn(content="", tool_calls=[{"id": "call00001", "type": "function", "function": call}]))
+            messages.append({"role": "tool", "content": str(rng.randint(0, 99)), "tool_call_id": "call00001"})
         messages.append(turn(content=text()))
     return messages

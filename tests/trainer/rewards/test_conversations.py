@@ -7,7 +7,7 @@ import pytest
 from data_preprocess.tiny_model import character_tokenizer
 from tests.reward_models import CHAT
 from tests.trainer.data.tokenizers import byte_tokenizer
-from trainer.data.conversations import Conversations, same_tokenizer, with_template
+from trainer.rewards.conversations import Conversations, same_tokenizer, with_template
 
 ASKED = [{"role": "system", "content": "s"}, {"role": "user", "content": "1+1"}]
 
