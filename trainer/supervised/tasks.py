@@ -73,7 +73,7 @@ class SFTTask:
         self.notices = [notice for part in data for notice in part.notices]
         if any(part.divided for part in data):
             report = check_template(tokenizer, config.data.apply_chat_template_kwargs, OF_TEXT)
-            note = report.note("A conversation is several rows of training there, so that each turn has the context of generation")
+            note = report.note("A conversation is divided into rows there: each turn is trained after the prompt of generation")
             self.notices[:0] = [] if note is None else [note]
 
     def _read(self, files: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> SFTDataset:
