@@ -77,14 +77,14 @@ GPT_OSS = """
 {%- macro channel(name, content) %}{{ '<|channel|>' + name + '<|message|>' + content }}{% endmacro %}
 {%- if tools %}{{ '<|start|>developer<|message|>' }}{% for tool in tools %}{{ tool | tojson }}{% endfor %}{{ '<|end|>' }}{% endif %}
 {%- for m in messages %}
-{%- if m.role == 'tool' %}{{ '<|start|>functions to=assistant<|channel|>commentary<|message|>' + (m.content | tojson) + '<|end|>' }}
+{%- if m.role == 'tool' %}{{ '<|start|>functions to=assistant' }}{{ channel('commentary', m.content | tojson) + '<|end|>' }}
 {%- elif m.role != 'assistant' %}{{ '<|start|>' + m.role + '<|message|>' + m.content + '<|end|>' }}
 {%- else %}
-{%- set later = messages[loop.index:] | selectattr('role', 'equalto', 'assistant') | rejectattr('tool_calls', 'defined') | list %}
-{%- if m.reasoning_content and not later %}
+{%- set later = messages[loop.index:] | rejectattr('tool_calls', 'defined') | map(attribute='role') | list %}
+{%- if m.reasoning_content and 'assistant' not in later %}
 {{- '<|start|>assistant' }}{{ channel('analysis', m.reasoning_content) }}{{ '<|end|>' }}{% endif %}
 {%- if m.tool_calls %}
-{{- '<|start|>assistant to=functions<|channel|>commentary json<|message|>' }}{{ m.tool_calls[0].function | tojson }}{{ '<|call|>' }}
+{{- '<|start|>assistant to=functions' }}{{ channel('commentary json', m.tool_calls[0].function | tojson) + '<|call|>' }}
 {%- else %}{{ '<|start|>assistant' }}{{ channel('final', m.content) }}{{ '<|return|>' if loop.last else '<|end|>' }}{% endif %}
 {%- endif %}{% endfor %}
 {%- if add_generation_prompt %}{{ '<|start|>assistant' }}{% endif %}"""
@@ -154,7 +154,10 @@ def family_tokenizer(family: str) -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}}}]
+PIECES = ["hello", " more", "ha ha", "12", "\n", " ", "é", "user", "<", "."]
+TOOLS = [
+    {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}}}
+]
 
 
 def conversation(
@@ -166,7 +169,7 @@ def conversation(
     """
 
     def text() -> str:
-        return "".join(rng.choices(["hello", " more", "ha ha", "12", "\n", " ", "é", "user", "<", "."], k=rng.randint(1, 6))) + "!"
+        return "".join(rng.choices(PIECES, k=rng.randint(1, 6))) + "!"
 
     def turn(**fields: Any) -> dict[str, Any]:
         content = fields.pop("content")

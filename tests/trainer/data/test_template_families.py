@@ -53,17 +53,17 @@ def test_each_turn_is_trained_once_after_the_prompt_of_generation(family: str, k
         across = False  # whether a token spans the end of a prompt
         for (row, (start, end)), (prompt, text), answer in zip(found, expected, answers, strict=True):
             assert row.ids[:start].tolist() == ids(tokenizer, prompt)
-            whole, ends = ids(tokenizer, text), tokenizer.decode(row.ids) == text
-            assert ends or row is rows[-1] or start < spans(row)[-1][0]
+            whole, is_end = ids(tokenizer, text), tokenizer.decode(row.ids) == text
+            assert is_end or row is rows[-1] or start < spans(row)[-1][0]
             # What Phi-3 writes after the end token is trained where a row ends, as in conversations of one turn.
-            assert tokenizer.decode(row.ids[start:end]) == answer + ("\n<|endoftext|>" if family == "phi3" and ends else "")
+            assert tokenizer.decode(row.ids[start:end]) == answer + ("\n<|endoftext|>" if family == "phi3" and is_end else "")
             if whole[:start] != ids(tokenizer, prompt):
                 across, whole = True, ids(tokenizer, prompt) + ids(tokenizer, text.removeprefix(prompt))
-            if ends:
+            if is_end:
                 assert row.ids.tolist() == whole
-        following = [prompt for prompt, _ in expected[1:]]
-        breaks = [not after.startswith(before[0] + answer) for before, answer, after in zip(expected, answers, following, strict=False)]
-        assert len(rows) == 1 + sum(breaks) or (across and len(rows) > 1 + sum(breaks))
+        ends = [prompt + answer for (prompt, _), answer in zip(expected, answers, strict=True)]
+        n_breaks = sum(not prompt.startswith(end) for end, (prompt, _) in zip(ends, expected[1:], strict=False))
+        assert len(rows) == 1 + n_breaks or (across and len(rows) > 1 + n_breaks)
         assert not any(row.n_open for row in rows)
         n_across += across
     assert n_across < N / 2

@@ -6,6 +6,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 
 from tests.trainer.data.tokenizers import byte_tokenizer
@@ -58,10 +61,14 @@ def encode_rows(tmp_path: Path, reader: PreTrainedTokenizerFast, *chats: Any, **
     return TurnEncoder(reader, kwargs).chats(rows, rows.column("messages"))
 
 
-def trained(reader: PreTrainedTokenizerFast, turns: Turns) -> list[str]:
-    """The text of each run of trained tokens."""
+def runs_of(reader: PreTrainedTokenizerFast, turns: Turns) -> list[tuple[int, str]]:
+    """Start and text of each run of trained tokens."""
     edges = np.flatnonzero(np.diff(turns.trained.astype(int), prepend=0, append=0)).reshape(-1, 2)
-    return [reader.decode(turns.ids[start:end]) for start, end in edges]
+    return [(start, reader.decode(turns.ids[start:end])) for start, end in edges]
+
+
+def trained(reader: PreTrainedTokenizerFast, turns: Turns) -> list[str]:
+    return [text for _, text in runs_of(reader, turns)]
 
 
 @pytest.mark.parametrize("template", [ENDED + ASKED, MARKED + ASKED], ids=["prefixes", "marks"])
@@ -123,6 +130,33 @@ def test_turns_of_a_template_that_renders_the_last_one_differently_are_trained(t
         assert [text for row in rows for text in trained(reader, row)] == learnt
         assert [row.n_turns for row in rows] == ([len(turns)] if template == PHI3 else [1] * len(turns))
         assert not any(row.n_open for row in rows)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.sampled_from([QWEN3, PHI3, GPT_OSS, ENDED + ASKED]),
+    st.lists(st.sampled_from(["", "a", " a\n", "ha ha", "user", "end>"]), min_size=2, max_size=9),
+)
+def test_turn_is_trained_after_the_prompt_used_for_generation(template: str, texts: list[str]) -> None:
+    """Runs of trained tokens are the turns, in order: each starts after its prompt and contains that turn's content only."""
+    reader = tokenizer(template, end="<end>")
+    contents = [f"{content}{i}." if content else "" for i, content in enumerate(texts)]
+    chat = [{"role": ("user", "assistant")[i % 2], "content": content} for i, content in enumerate(contents)]
+    runs = [(row, place, text) for row in TurnEncoder(reader, {}).chat("row 0", chat) for place, text in runs_of(reader, row)]
+    for i, (row, start, text) in zip(range(1, len(chat), 2), runs, strict=True):
+        prompt = reader.apply_chat_template(chat[:i], add_generation_prompt=True)["input_ids"]
+        assert row.ids[:start].tolist() == prompt
+        assert contents[i] in text and sum(f"{other}." in text for other in range(len(chat))) == bool(contents[i])
+        assert ("<eos>" if template == GPT_OSS else "<end>") in text
+
+
+def test_end_token_may_take_the_white_space_after_it(tmp_path: Path) -> None:
+    """As Phi-3's: the newline after it has no token, and what is written after the last turn follows directly."""
+    reader = byte_tokenizer(chat_template=PHI3.replace("{{ end }}", "<end>").replace("{{ line }}", "{{ '\\n' }}"))
+    reader.add_special_tokens({"additional_special_tokens": [AddedToken("<end>", rstrip=True)]})
+    (turns,) = encode(tmp_path, reader, CHAT)
+    assert trained(reader, turns) == ["hello<end>", "no<end><eos>"]
+    assert turns.ids.tolist() == reader.apply_chat_template(CHAT)["input_ids"]
 
 
 @pytest.mark.parametrize("opens", ["<think>", "<think></think>"])

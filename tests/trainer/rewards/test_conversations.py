@@ -21,6 +21,15 @@ def test_chat_messages_become_a_conversation_up_to_the_end_of_the_response(finis
     assert ids.tolist() == tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
+def test_earlier_turns_may_be_rendered_differently() -> None:
+    """As Qwen3's, whose last turn alone has a thinking block."""
+    last = CHAT.replace("{{ m['content'] }}", "{% if loop.last and m['role'] == 'assistant' %}!{% endif %}{{ m['content'] }}")
+    encoder = Conversations(byte_tokenizer(chat_template=last), {})
+    asked = [*ASKED, {"role": "assistant", "content": "2"}, {"role": "user", "content": "2+1"}]
+    text = "<system>s<eos>\n<user>1+1<eos>\n<assistant>2<eos>\n<user>2+1<eos>\n<assistant>!3<eos>"
+    assert encoder.tokenizer.decode(encoder.ids(asked, "3", finished=True)) == text
+
+
 @pytest.mark.parametrize(("finished", "end"), [(True, "<eos>"), (False, "")])
 def test_plain_text_has_bos_before_it_and_eos_after_the_response(finished: bool, end: str) -> None:
     tokenizer = byte_tokenizer(chat_template=None, bos=True)
