@@ -53,12 +53,11 @@ class SFTDataset:
         if not self._rows:
             raise ValueError(f"{rows.where(0)}: no assistant turn in this or any other row: there is nothing to train on")
         self.divided = not encoder.is_marked and any(sum(turns.n_turns for turns in parts) > 1 for parts in encoded)
-        self._ids: list[list[np.ndarray]] = []
-        self._masks: list[list[np.ndarray]] = []
+        # Token ids and response mask of each row, by unit.
+        self._units: list[list[tuple[np.ndarray, np.ndarray]]] = []
         n_truncated = 0
         for row in self._rows:
-            self._ids.append([])
-            self._masks.append([])
+            unit = []
             for turns in encoded[row]:
                 ids, mask = turns.ids, turns.trained
                 if mask[0]:
@@ -73,9 +72,9 @@ class SFTDataset:
                     ids, mask = truncate(ids, max_length, truncation), truncate(mask, max_length, truncation)
                     # Truncation from the left can put a trained token first, and nothing predicts the first token of a row.
                     mask[0] = False
-                self._ids[-1].append(ids)
-                self._masks[-1].append(mask)
-        masks = [mask for parts in self._masks for mask in parts]
+                unit.append((ids, mask))
+            self._units.append(unit)
+        masks = [mask for unit in self._units for _, mask in unit]
         untrained = sum(not mask.any() for mask in masks)
         self.notices = (
             *(
@@ -90,22 +89,20 @@ class SFTDataset:
         )
 
     def __len__(self) -> int:
-        return len(self._ids)
+        return len(self._units)
 
     def batch(self, indices: Sequence[int]) -> Batch:
         """Batch of these units, in order: B = len(indices) rows, or more for conversations of several rows.
 
         tokens (T,): input_ids int64, response_mask float32. rows (B,): uid, the index of the unit in the files.
         """
-        ids = [part for i in indices for part in self._ids[i]]
-        uids = [self._rows[i] for i in indices for _ in self._ids[i]]
+        ids, masks = zip(*(part for i in indices for part in self._units[i]), strict=True)
+        uids = [self._rows[i] for i in indices for _ in self._units[i]]
         return Batch(
             lengths=torch.tensor([len(row) for row in ids], dtype=torch.int64),
             tokens={
                 "input_ids": torch.from_numpy(np.concatenate(ids)),
-                "response_mask": torch.from_numpy(
-                    np.concatenate([mask for i in indices for mask in self._masks[i]]).astype(np.float32)
-                ),
+                "response_mask": torch.from_numpy(np.concatenate(masks).astype(np.float32)),
             },
             rows={"uid": torch.tensor(uids, dtype=torch.int64)},
         )

@@ -75,9 +75,9 @@ PHI3 = """{% for m in messages %}
 {%- if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% else %}{{ eos_token }}{% endif %}"""
 GPT_OSS = """
 {%- macro channel(name, content) %}{{ '<|channel|>' + name + '<|message|>' + content }}{% endmacro %}
-{%- if tools %}{{ '<|start|>developer<|message|>' }}{% for tool in tools %}{{ tool | tojson }}{% endfor %}{{ '<|end|>' }}{% endif %}
+{%- if tools %}{{ '<|start|>developer<|message|>' + (tools | tojson) + '<|end|>' }}{% endif %}
 {%- for m in messages %}
-{%- if m.role == 'tool' %}{{ '<|start|>functions to=assistant' }}{{ channel('commentary', m.content | tojson) + '<|end|>' }}
+{%- if m.role == 'tool' %}{{ '<|start|>functions' }}{{ channel('commentary', m.content | tojson) + '<|end|>' }}
 {%- elif m.role != 'assistant' %}{{ '<|start|>' + m.role + '<|message|>' + m.content + '<|end|>' }}
 {%- else %}
 {%- set later = messages[loop.index:] | rejectattr('tool_calls', 'defined') | map(attribute='role') | list %}

@@ -40,7 +40,7 @@ def share_append_only(family: str, n: int, **kind: Any) -> float:
 @pytest.mark.parametrize("family", TEMPLATES)
 def test_verdict_is_that_of_random_conversations(family: str) -> None:
     report = check_template(family_tokenizer(family), {})
-    found = {kind: share_append_only(family, 30, **settings) for kind, settings in KINDS.items()}
+    found = {kind: share_append_only(family, 20, **settings) for kind, settings in KINDS.items()}
     assert {kind: share == 1.0 for kind, share in found.items()} == {kind: report.append_only(kind) for kind in KINDS}, found
 
 
@@ -50,8 +50,8 @@ def test_verdict_is_that_of_random_conversations(family: str) -> None:
     {"qwen2.5": (1.0, 1.0), "llama3": (1.0, 1.0), "qwen3": (0.10, 0.34), "qwen3.5": (0.35, 0.34), "glm": (1.0, 0.34)}.items(),
 )
 def test_templates_of_these_tests_break_as_often_as_those_of_the_vendors(family: str, shares: tuple[float, float]) -> None:
-    found = [share_append_only(family, 150, calls=2, thinking=thinking) for thinking in (0.0, 1.0)]
-    assert found == pytest.approx(shares, abs=0.1) and [share == 1.0 for share in found] == [share == 1.0 for share in shares]
+    found = [share_append_only(family, 60, calls=2, thinking=thinking) for thinking in (0.0, 1.0)]
+    assert found == pytest.approx(shares, abs=0.12) and [share == 1.0 for share in found] == [share == 1.0 for share in shares]
 
 
 def breaks(report: TemplateReport) -> set[tuple[Cause, str]]:

@@ -11,7 +11,7 @@ from tests.trainer.data.templates import ENDS, TEMPLATES, conversation, family_t
 from trainer.data.turns import TurnEncoder, Turns
 
 ACCEPTED = [family for family in TEMPLATES if family != "deepseek-r1"]
-N = 40  # conversations per family
+N = 24  # conversations per family
 
 
 def ids(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:
