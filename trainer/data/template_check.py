@@ -26,7 +26,7 @@ EXCERPT, TAG = 24, 12  # characters: of an example, and between the start of a t
 class Cause(StrEnum):
     """What a template does, as the end of a sentence."""
 
-    # These change text that a model has seen: the conversation is not append-only there.
+    # Earlier text changes, so the conversation is not append-only.
     DROPS_THINKING = "drops the thinking of earlier turns"
     EMPTY_THINKING = "writes an empty thinking block in the last turn only"
     MOVES = "moves the system prompt or the tools"
@@ -34,7 +34,7 @@ class Cause(StrEnum):
     CHANGES_SPACE = "changes the white space of earlier turns"
     REWRITES = "renders earlier turns differently"
     OPENS = "ends the prompt with text that the turn itself lacks"
-    # These do not, but text of a model's turn or of the user is not what a later prompt contains, or cannot be rendered.
+    # Earlier text stays as it was rendered, without something that the messages contain or with something added at the end.
     CLOSES = "writes more after the end of the last turn"
     TRIMS = "trims white space around a message"
     OMITS_THINKING = "does not render thinking"
@@ -78,7 +78,7 @@ PROBES: dict[str, list[dict[str, Any]]] = {
     "tools": [_user(1), *_calls(), *_calls(), _turn(1), _user(2), *_calls(), _turn(2), _user(3)],
     "tools and thinking": [_user(1), *_calls(1), *_calls(2), _thinks(3, _turn(1)), _user(2)],
 }
-"""Conversations by what they contain; tools are those with a tool call."""
+"""Conversations by what they contain; each ends with the user."""
 OF_TEXT = ("text", "system", "white space", "thinking in the content")
 """Probes of conversations {role, content}, as in supervised training."""
 
@@ -87,7 +87,8 @@ OF_TEXT = ("text", "system", "white space", "thinking in the content")
 class Finding:
     """What a template does in the conversation ``probe``.
 
-    follows: role of the message after the turn; "" if the turn is the last one. detail: an example, or the template's message.
+    follows: role of the message after the turn; "" for a difference between the turn and its own prompt, and for findings about
+    single messages. detail: an example, or the template's error.
     """
 
     cause: Cause

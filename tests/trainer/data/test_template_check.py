@@ -142,3 +142,8 @@ def test_other_causes(content: str) -> None:
 def test_a_template_that_only_appends_has_no_finding_but_what_it_lacks() -> None:
     report = check_template(family_tokenizer("qwen2.5"), {}, [name for name in PROBES if "thinking" not in name])
     assert report == TemplateReport(()) and "reasoning" not in QWEN25
+
+
+def test_white_space_after_the_last_turn_is_no_finding() -> None:
+    template = PLAIN.replace("CONTENT<eos>", "{{ m.content }}{{ '\\n' if loop.last and m.role == 'assistant' }}")
+    assert check_template(byte_tokenizer(chat_template=template), {}, ["text", "system"]).findings == ()

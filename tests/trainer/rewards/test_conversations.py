@@ -28,6 +28,10 @@ def test_earlier_turns_may_be_rendered_differently() -> None:
     asked = [*ASKED, {"role": "assistant", "content": "2"}, {"role": "user", "content": "2+1"}]
     text = "<system>s<eos>\n<user>1+1<eos>\n<assistant>2<eos>\n<user>2+1<eos>\n<assistant>!3<eos>"
     assert encoder.tokenizer.decode(encoder.ids(asked, "3", finished=True)) == text
+    opened = CHAT.replace("<assistant>{% endif", "<assistant>{% if messages | length < 3 %}!{% endif %}{% endif")
+    encoder = Conversations(byte_tokenizer(chat_template=opened), {})
+    text = text.replace("!", "")
+    assert encoder.tokenizer.decode(encoder.ids(asked, "3", finished=True)) == text, "the first turn does not continue its prompt"
 
 
 @pytest.mark.parametrize(("finished", "end"), [(True, "<eos>"), (False, "")])

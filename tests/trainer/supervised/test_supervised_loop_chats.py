@@ -109,7 +109,7 @@ def test_divided_conversations_are_trained_as_their_turns(
     assert sum("320 of 320 conversations are 640 rows of training" in note for note in notes) == 1
     assert sum("16 of 16 conversations are 32 rows of training" in note for note in notes) == 1
     pairs = ("data.messages_key=null", f"data.train_files={tmp_path}/train.parquet", f"data.val_files={tmp_path}/test.parquet")
-    pairs_run = run(task, tmp_path / "pairs", *pairs, "data.shuffle=false", "data.train_batch_size=64")
+    pairs_run = run(task, tmp_path / "pairs", *pairs, divided, "data.shuffle=false", "data.train_batch_size=64")
     assert "append-only" not in capfd.readouterr().err
     assert repeatable(chats_run) == repeatable(pairs_run)
 
