@@ -64,7 +64,8 @@ class PreferenceDataset:
             if not isinstance(answer, list) or not isinstance(prompt, list | None):
                 raise ValueError(f"{rows.where(row)}: {key} is a conversation, so the prompt must be one too, or null")
             chats.append([*(prompt or []), *answer])
-        found = self._encoder.chats(rows, chats)
+        # Earlier turns are context: only the last one has to follow its prompt.
+        found = [turns[-1] for turns in self._encoder.chats(rows, chats, last=True)]
         for row, (chat, turns) in enumerate(zip(chats, found, strict=True)):
             if chat[-1]["role"] != "assistant" or not turns.trained.any():
                 raise ValueError(f"{rows.where(row)}: {key} does not end with an assistant turn: there is no response to score")

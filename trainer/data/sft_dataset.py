@@ -14,7 +14,12 @@ from workers.batch import Batch
 
 
 class SFTDataset:
-    """Rows of prompt, response and EOS, or conversations; trained tokens are the responses and their end tokens."""
+    """Pairs of prompt and response with EOS, or conversations; trained tokens are the responses and their end tokens.
+
+    A unit of the data is a row of the files. It is one row of a batch, or several for a conversation that the chat template
+    renders differently as it grows (see TurnEncoder.chat). divided: whether the chat template decides that, for at least one
+    conversation of several assistant turns.
+    """
 
     def __init__(
         self,
@@ -39,74 +44,89 @@ class SFTDataset:
         encoder = TurnEncoder(tokenizer, apply_chat_template_kwargs)
         if messages_key is not None:
             rows = Rows(files, [messages_key])
-            turns = encoder.chats(rows, rows.column(messages_key))
+            encoded = encoder.chats(rows, rows.column(messages_key))
         else:
             rows = Rows(files, [prompt_key, response_key])
-            turns = encoder.pairs(rows, rows.column(prompt_key), rows.column(response_key))
-        self._rows = [row for row, found in enumerate(turns) if found.n_turns]
+            pairs = encoder.pairs(rows, rows.column(prompt_key), rows.column(response_key))
+            encoded = [[pair] for pair in pairs]
+        self._rows = [row for row, parts in enumerate(encoded) if parts[0].n_turns]
         if not self._rows:
             raise ValueError(f"{rows.where(0)}: no assistant turn in this or any other row: there is nothing to train on")
-        self._ids: list[np.ndarray] = []
-        self._masks: list[np.ndarray] = []
+        self.divided = not encoder.is_marked and any(sum(turns.n_turns for turns in parts) > 1 for parts in encoded)
+        # Token ids and response mask of each row, by unit.
+        self._units: list[list[tuple[np.ndarray, np.ndarray]]] = []
         n_truncated = 0
         for row in self._rows:
-            ids, mask = turns[row].ids, turns[row].trained
-            if mask[0]:
-                raise ValueError(f"{rows.where(row)}: the prompt is empty")
-            if len(ids) > max_length:
-                if truncation == "error":
-                    raise ValueError(
-                        f"{rows.where(row)}: {len(ids)} tokens with EOS, {keys}max_length is {max_length}: raise it, or set "
-                        f"{keys}truncation=left or right"
-                    )
-                n_truncated += 1
-                ids, mask = truncate(ids, max_length, truncation), truncate(mask, max_length, truncation)
-                # Truncation from the left can put a trained token first, and nothing predicts the first token of a row.
-                mask[0] = False
-            self._ids.append(ids)
-            self._masks.append(mask)
-        untrained = sum(not mask.any() for mask in self._masks)
+            unit = []
+            for turns in encoded[row]:
+                ids, mask = turns.ids, turns.trained
+                if mask[0]:
+                    raise ValueError(f"{rows.where(row)}: the prompt is empty")
+                if len(ids) > max_length:
+                    if truncation == "error":
+                        raise ValueError(
+                            f"{rows.where(row)}: {len(ids)} tokens with EOS, {keys}max_length is {max_length}: raise it, or set "
+                            f"{keys}truncation=left or right"
+                        )
+                    n_truncated += 1
+                    ids, mask = truncate(ids, max_length, truncation), truncate(mask, max_length, truncation)
+                    # Truncation from the left can put a trained token first, and nothing predicts the first token of a row.
+                    mask[0] = False
+                unit.append((ids, mask))
+            self._units.append(unit)
+        masks = [mask for unit in self._units for _, mask in unit]
+        untrained = sum(not mask.any() for mask in masks)
         self.notices = (
             *(
                 [
-                    f"{n_truncated} of {len(self)} rows are longer than {keys}max_length={max_length} tokens and are truncated "
+                    f"{n_truncated} of {len(masks)} rows are longer than {keys}max_length={max_length} tokens and are truncated "
                     f"({keys}truncation={truncation}); {untrained} of them keep no token to train on"
                 ]
                 if n_truncated
                 else []
             ),
-            *_notices(turns, rows),
+            *_notices(encoded, rows),
         )
 
     def __len__(self) -> int:
-        return len(self._ids)
+        return len(self._units)
 
     def batch(self, indices: Sequence[int]) -> Batch:
-        """Batch of B = len(indices) rows.
+        """Batch of these units, in order: B = len(indices) rows, or more for conversations of several rows.
 
-        tokens (T,): input_ids int64, response_mask float32. rows (B,): uid, the index of the row in the files.
+        tokens (T,): input_ids int64, response_mask float32. rows (B,): uid, the index of the unit in the files.
         """
-        ids = [self._ids[i] for i in indices]
+        ids, masks = zip(*(part for i in indices for part in self._units[i]), strict=True)
+        uids = [self._rows[i] for i in indices for _ in self._units[i]]
         return Batch(
             lengths=torch.tensor([len(row) for row in ids], dtype=torch.int64),
             tokens={
                 "input_ids": torch.from_numpy(np.concatenate(ids)),
-                "response_mask": torch.from_numpy(np.concatenate([self._masks[i] for i in indices]).astype(np.float32)),
+                "response_mask": torch.from_numpy(np.concatenate(masks).astype(np.float32)),
             },
-            rows={"uid": torch.tensor([self._rows[i] for i in indices], dtype=torch.int64)},
+            rows={"uid": torch.tensor(uids, dtype=torch.int64)},
         )
 
 
-def _notices(turns: Sequence[Turns], rows: Rows) -> Iterator[str]:
+def _notices(encoded: Sequence[Sequence[Turns]], rows: Rows) -> Iterator[str]:
     """Warnings about the data, one line each."""
-    silent = [row for row, found in enumerate(turns) if not found.n_turns]
+    silent = [row for row, parts in enumerate(encoded) if not parts[0].n_turns]
     if silent:
-        yield f"{len(silent)} of {len(turns)} rows have no assistant turn and are left out (the first: {rows.where(silent[0])})"
-    empty = [row for row, found in enumerate(turns) if found.n_empty]
+        yield f"{len(silent)} of {len(encoded)} rows have no assistant turn and are left out (the first: {rows.where(silent[0])})"
+    several = [row for row, parts in enumerate(encoded) if len(parts) > 1]
+    if several:
+        n_rows = sum(len(encoded[row]) for row in several)
+        n_tokens, n_before = (sum(len(part.ids) for row in several for part in encoded[row][first:]) for first in (0, -1))
+        yield (
+            f"{len(several)} of {len(encoded)} conversations are {n_rows} rows of training, one for each place where the chat "
+            f"template renders an earlier turn differently: {n_tokens:,} tokens instead of about {n_before:,} (the first: "
+            f"{rows.where(several[0])})"
+        )
+    empty = [row for row, parts in enumerate(encoded) if any(turns.n_empty for turns in parts)]
     if empty:
         first = rows.where(empty[0])
-        yield f"{len(empty)} of {len(turns)} rows have an empty response: only its end token is trained (the first: {first})"
-    still_open = sum(found.n_open for found in turns)
+        yield f"{len(empty)} of {len(encoded)} rows have an empty response: only its end token is trained (the first: {first})"
+    still_open = sum(turns.n_open for parts in encoded for turns in parts)
     if still_open:
         yield (
             f"{still_open} assistant turns before the last are not ended by a special token of the chat template: the model "

@@ -1,10 +1,11 @@
 """Tokenise conversations and find the assistant's tokens. Does not import torch, so that tokenising processes start fast.
 
 Problem: chat templates are programs that render text; they do not report which tokens belong to which turn, and some render a
-message differently when it is the last one. Idea: if the template marks turns with {% generation %}, use the marks. Otherwise
-render every prefix of the conversation: a turn starts where its prompt (with the generation prompt, as in RL) ends, provided
-that prompt is a token prefix of the whole conversation, and ends where the conversation up to it ends. If any of these
-comparisons fails, the row is rejected instead of trained with a wrong mask. Cost: two more renderings per assistant turn.
+turn differently once another follows (without its thinking, with another end token), so that no rendering of the whole
+conversation contains every turn as it is generated. Idea: if the template marks turns with {% generation %}, use the marks.
+Otherwise render the prompt of each turn, as in RL, and the conversation up to its end: the turn is the difference. It shares a
+row with the next turn if that turn's prompt begins with it, and ends the row if not. Each turn is thus trained once, after the
+tokens that generation would see. Cost: two renderings per assistant turn; tokens of a row are repeated in the next one.
 """
 
 from __future__ import annotations
@@ -12,15 +13,16 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from jinja2 import TemplateError
 
-from trainer.data.encoding import Messages, Refused, encode, render, token_ids
+from trainer.data.encoding import Messages, Refused, encode, token_ids
 from trainer.data.processes import in_processes
+from trainer.data.seam import Break, Seams, appended
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -28,17 +30,16 @@ if TYPE_CHECKING:
     from trainer.data.files import Rows
 
 ROLES = ("system", "developer", "user", "assistant")
-UNKNOWN = "the assistant's tokens cannot be determined"
-MARK_THEM = "mark them in the template with {% generation %} and {% endgeneration %}"
+MARK_THEM = "mark the assistant's tokens in the template with {% generation %} and {% endgeneration %}"
 MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
 @dataclass(frozen=True, slots=True)
 class Turns:
-    """An encoded conversation.
+    """A row of an encoded conversation.
 
     ids: int64 (n,). trained: bool (n,), the assistant's tokens and the end token of each of its turns. n_turns: number of
-    assistant turns. n_empty: those without text. n_open: those without an end token.
+    assistant turns that are trained in this row. n_empty: those without text. n_open: those without an end token.
     """
 
     ids: np.ndarray
@@ -52,6 +53,10 @@ class Turns:
         return self.ids[: int(np.flatnonzero(self.trained)[-1]) + 1]
 
 
+Row = tuple[np.ndarray, list[tuple[int, int]], list[str], bool]
+"""Token ids, trained spans [start, end), contents of the assistant turns, and whether the last one ends the row."""
+
+
 class TurnEncoder:
     """Encoder of pairs and conversations.
 
@@ -63,6 +68,7 @@ class TurnEncoder:
             raise ValueError(f"the tokenizer of {tokenizer.name_or_path} has no EOS token: a model could not learn to stop")
         self.tokenizer = tokenizer
         self.template_kwargs = template_kwargs
+        self._seams = Seams(tokenizer, template_kwargs)
 
     def pairs(self, rows: Rows, prompts: Sequence[Messages], answers: Sequence[str]) -> list[Turns]:
         """Encode each prompt as in RL, followed by its response and EOS. Raises ValueError, one line, for non-text responses."""
@@ -80,101 +86,117 @@ class TurnEncoder:
             found.append(Turns(whole, np.arange(len(whole)) >= len(prompt), 1, int(not answer.strip()), 0))
         return found
 
-    def chats(self, rows: Rows, chats: Sequence[Any]) -> list[Turns]:
-        """Encode each conversation with the chat template; EOS ends the last turn if the template does not.
-
-        Assistant tokens are those the template marks with {% generation %}; without marks, those after the prompt of a turn up
-        to its end token. Raises ValueError, one line, for anything but conversations of texts, and if a turn's prompt is not a
-        prefix of the whole conversation.
-        """
+    def chats(self, rows: Rows, chats: Sequence[Any], *, last: bool = False) -> list[list[Turns]]:
+        """Encode each conversation with the chat template, into one row or several; see ``chat``."""
         placed = [(rows.where(row), messages) for row, messages in enumerate(chats)]
-        return in_processes(self._chats, placed, "conversations are tokenised")
+        return in_processes(partial(self._chats, last), placed, "conversations are tokenised")
 
-    def _chats(self, placed: Sequence[tuple[str, Any]]) -> list[Turns]:
-        return [self.chat(where, messages) for where, messages in placed]
+    def _chats(self, last: bool, placed: Sequence[tuple[str, Any]]) -> list[list[Turns]]:
+        return [self.chat(where, messages, last=last) for where, messages in placed]
 
-    def chat(self, where: str, messages: Any) -> Turns:
-        """Encode one conversation. where: its location, for error messages."""
+    def chat(self, where: str, messages: Any, *, last: bool = False) -> list[Turns]:
+        """Encode one conversation into rows in which each assistant turn is trained once, in order.
+
+        It is one row if the template marks turns with {% generation %}, which are then the trained tokens, or renders a turn in
+        the prompt of the next one as when it was the last. Otherwise a turn that is rendered differently later ends its row.
+        EOS ends the last turn of a row if the template does not. where: location of the conversation, for error messages. last:
+        only the row of the last assistant turn.
+
+        Raises ValueError, one line, for anything but a conversation of texts, and for a turn that does not continue its prompt.
+        """
         messages = texts_alone(where, messages)
         try:
-            ids, spans = self._by_marks(messages) if self._marked else self._by_prefixes(where, messages)
+            rows = self._by_marks(messages) if self.is_marked else self._by_prompts(where, messages, last)
         except TemplateError as error:
             raise ValueError(f"{where}: the chat template rejects it: {error}") from error
         except Refused as error:
             raise ValueError(f"{where}: {error}") from error
+        return [self._turns(*row) for row in rows]
+
+    def _turns(self, ids: np.ndarray, spans: list[tuple[int, int]], contents: list[str], ends: bool) -> Turns:
         trained = np.zeros(len(ids), dtype=bool)
         n_open, is_open = 0, False
         for start, end in spans:
             end, is_open = self._end(ids, start, end)
             trained[start:end] = True
             n_open += is_open
-        contents = [message["content"] for message in messages if message["role"] == "assistant"]
-        if is_open and messages[-1]["role"] == "assistant":
+        if is_open and ends:
             ids, trained = np.append(ids, self.tokenizer.eos_token_id), np.append(trained, True)
             n_open -= 1
         return Turns(ids.astype(np.int64), trained, len(contents), sum(not text.strip() for text in contents), n_open)
 
-    def _by_marks(self, messages: list[dict[str, str]]) -> tuple[np.ndarray, list[tuple[int, int]]]:
-        """Token ids and spans [start, end) of the assistant's turns, from the template's {% generation %} marks."""
+    def _by_marks(self, messages: list[dict[str, str]]) -> list[Row]:
+        """The whole conversation as a row, with the spans of the template's {% generation %} marks."""
         found: Any = self.tokenizer.apply_chat_template(
             messages, **self.template_kwargs, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
         )
-        edges = np.flatnonzero(np.diff(found["assistant_masks"], prepend=0, append=0))
-        return np.array(found["input_ids"]), [(int(start), int(end)) for start, end in edges.reshape(-1, 2)]
+        edges = np.flatnonzero(np.diff(found["assistant_masks"], prepend=0, append=0)).reshape(-1, 2)
+        spans = [(int(start), int(end)) for start, end in edges]
+        contents = [message["content"] for message in messages if message["role"] == "assistant"]
+        return [(np.array(found["input_ids"]), spans, contents, messages[-1]["role"] == "assistant")]
 
-    def _by_prefixes(self, where: str, messages: list[dict[str, str]]) -> tuple[np.ndarray, list[tuple[int, int]]]:
-        """Token ids and spans [start, end) of the assistant's turns, from renderings of prefixes of the conversation."""
-        turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-        texts = [self._render(messages)]
+    def _by_prompts(self, where: str, messages: list[dict[str, str]], last: bool) -> list[Row]:
+        """Rows from the renderings of each turn's prompt, and of the conversation up to its end."""
+        turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"][-1 if last else 0 :]
+        texts = []
         for turn in turns:
-            texts += [self._render(messages[:turn], add_generation_prompt=True), self._render(messages[: turn + 1])]
-        whole, *prefixes = token_ids(self.tokenizer, texts, special=False)
-        # Token prefixes, not text prefixes: a token that spans the boundary would be trained on a prompt that RL never produces.
-        spans = []
-        for turn, before, after in zip(turns, prefixes[::2], prefixes[1::2], strict=True):
-            if not _begins(whole, before):
+            texts.append(self._seams.render(messages[:turn], prompt=True))
+            texts.append(self._seams.render(messages[: turn + 1], prompt=False))
+        if messages[-1]["role"] != "assistant":
+            texts.append(self._seams.render(messages, prompt=False))
+        encoded = token_ids(self.tokenizer, texts, special=False)
+        rows: list[Row] = []
+        spans: list[tuple[int, int]] = []
+        contents: list[str] = []
+        for i, turn in enumerate(turns):
+            prompt, text = texts[2 * i : 2 * i + 2]
+            before, ids = encoded[2 * i : 2 * i + 2]
+            if isinstance(answer := appended(prompt, text), Break):
                 raise ValueError(
-                    f"{where}, message {turn}: {UNKNOWN}: the prompt that the chat template renders for it (with "
-                    "add_generation_prompt) is not a prefix of the whole conversation, so training and generation would see "
-                    f"different prompts; {MARK_THEM}"
+                    f"{where}, message {turn}: it does not continue its own prompt (with add_generation_prompt), so training and "
+                    f"generation would see different prompts: {answer.detail}; {MARK_THEM}"
                 )
-            end = len(after) if _begins(whole, after) else self._end_of_rewritten(messages, turn, texts[0], whole)
+            if not _begins(ids, before):
+                # A token spans the end of the prompt. RL samples a turn after the prompt's own tokens.
+                ids = np.append(before, token_ids(self.tokenizer, [answer], special=False)[0])
+            start, end = len(before), None
+            if 2 * i + 2 < len(encoded):
+                end = self._end_within(encoded[2 * i + 2], start, ids, messages[: turn + 1], prompt, text)
+            spans.append((start, len(ids) if end is None else end))
+            contents.append(messages[turn]["content"])
             if end is None:
-                raise ValueError(
-                    f"{where}, message {turn}: {UNKNOWN}: the chat template renders the conversation up to this turn differently "
-                    f"than within the whole one, and a token spans the end of the turn; {MARK_THEM}"
-                )
-            spans.append((len(before), end))
-        return whole, spans
+                rows.append((ids, spans, contents, True))
+                spans, contents = [], []
+        if spans or not turns:
+            rows.append((encoded[-1], spans, contents, False))
+        return rows
 
-    def _end_of_rewritten(self, messages: list[dict[str, str]], turn: int, text: str, whole: np.ndarray) -> int | None:
-        """End of a turn in ``whole``, the tokens of ``text``, if the template renders last turns differently.
+    def _end_within(
+        self, following: np.ndarray, start: int, ids: np.ndarray, messages: list[dict[str, str]], prompt: str, text: str
+    ) -> int | None:
+        """End of the last turn of ``messages`` in the tokens ``following`` of a longer conversation; None if it is not in them.
 
-        None if a token spans the end of the turn.
+        start: its first token. prompt: that of the turn. text, ids: the conversation up to its end.
         """
-        # The text after a turn's content is the common suffix of two renderings with different contents. A special token at its
-        # start ends the turn only if it does so in a conversation that stops at this turn, too: that is the token a model has to
-        # generate. For GPT-OSS it is not: earlier turns end with <|end|>, the last one with <|return|>.
-        behind, behind_last = self._behind(messages, turn, text), self._behind(messages[: turn + 1], turn)
-        head = text.removesuffix(behind)
-        until, mark, last_mark = token_ids(self.tokenizer, [head, behind.lstrip(), behind_last.lstrip()], special=False)
-        if not _begins(whole, until):
+        end, _ = self._end(ids, start, len(ids))
+        if _begins(following, ids[:end]):
+            return end
+        # A template may write more behind the last turn of a conversation (Phi-3: EOS). The turn is complete without it if the
+        # special token after its content, which a model has to generate, is the same in the longer conversation.
+        mark = token_ids(self.tokenizer, [self._behind(messages, text).lstrip()], special=False)[0]
+        if not len(mark) or int(mark[0]) not in self._special:
             return None
-        if not len(mark) or not len(last_mark) or mark[0] != last_mark[0] or int(mark[0]) not in self._special:
-            return len(until)
-        return len(until) + int(np.flatnonzero(whole[len(until) :] == mark[0])[0]) + 1
+        turn = self._seams.up_to_stop(prompt, text, int(mark[0]))
+        end = 0 if isinstance(turn, Break) else len(token_ids(self.tokenizer, [turn], special=False)[0])
+        return end if end and _begins(following, ids[:end]) else None
 
-    def _behind(self, messages: list[dict[str, str]], turn: int, text: str | None = None) -> str:
-        """Text that the template writes after the content of a turn. text: the rendered conversation."""
-        text = self._render(messages) if text is None else text
+    def _behind(self, messages: list[dict[str, str]], text: str) -> str:
+        """Text that the template writes after the content of the last message. text: the rendered conversation."""
         # A character of Unicode's private use area that does not occur in the text replaces the content.
         other = next(letter for letter in map(chr, range(0xE000, 0xF900)) if letter not in text)
-        changed = [*messages[:turn], messages[turn] | {"content": other}, *messages[turn + 1 :]]
-        same = takewhile(lambda pair: pair[0] == pair[1], zip(reversed(text), reversed(self._render(changed)), strict=False))
+        changed = self._seams.render([*messages[:-1], messages[-1] | {"content": other}], prompt=False)
+        same = takewhile(lambda pair: pair[0] == pair[1], zip(reversed(text), reversed(changed), strict=False))
         return text[len(text) - sum(1 for _ in same) :]
-
-    def _render(self, messages: list[dict[str, str]], *, add_generation_prompt: bool = False) -> str:
-        return render(self.tokenizer, messages, self.template_kwargs | {"add_generation_prompt": add_generation_prompt})
 
     def _end(self, ids: np.ndarray, start: int, end: int) -> tuple[int, bool]:
         """End of the turn [start, end), exclusive, and whether it has no end token.
@@ -192,7 +214,8 @@ class TurnEncoder:
         return end, True
 
     @cached_property
-    def _marked(self) -> bool:
+    def is_marked(self) -> bool:
+        """Whether the template marks the assistant's tokens, so that a conversation is one row."""
         return MARKS.search(str(self.tokenizer.chat_template)) is not None
 
     @cached_property

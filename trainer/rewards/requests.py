@@ -5,8 +5,8 @@ from functools import lru_cache
 
 from transformers import PreTrainedTokenizerBase
 
-from trainer.data.conversations import tokenizer_fingerprint
 from trainer.data.dataset import Prompt
+from trainer.rewards.conversations import tokenizer_fingerprint
 from trainer.rewards.scoring import Response
 from workers.batch import Batch
 

@@ -11,8 +11,8 @@ from configs.reward_models import served_model
 from configs.schema.serve_reward import ServeRewardConfig
 from trainer.cluster.watchdog import Watchdog
 from trainer.data.chat import load_tokenizer
-from trainer.data.conversations import Conversations, tokenizer_fingerprint, with_template
 from trainer.data.encoding import token_ids
+from trainer.rewards.conversations import Conversations, tokenizer_fingerprint, with_template
 from trainer.rewards.models.reward_builder import check_one, engine_model, start_one
 from trainer.rewards.models.reward_models import RewardModel
 from trainer.rewards.scoring import Response, Score

@@ -22,6 +22,7 @@ from trainer.algorithms.weights import token_weights
 from trainer.cluster.remote import RemoteModel
 from trainer.data.preference_dataset import PreferenceDataset
 from trainer.data.sft_dataset import SFTDataset
+from trainer.data.template_check import OF_TEXT, check_template
 from trainer.rewards.models.reward_models import STATISTICS
 from workers.batch import Batch
 from workers.engine.base import Head, LossSpec
@@ -56,7 +57,7 @@ class Task(Protocol):
 
 
 class SFTTask:
-    """Task of supervised fine-tuning. A unit of the data is a row."""
+    """Task of supervised fine-tuning. A unit of the data is a row of the files: a pair or a conversation."""
 
     head: Head = "lm"
     together = 1
@@ -68,7 +69,12 @@ class SFTTask:
         self.model: ModelConfig = config.model
         self._data = self._read(config.data.train_files, tokenizer)
         self._held_out = self._read(config.data.val_files, tokenizer) if is_ever(config.trainer.test_freq) else None
-        self.notices = [*self._data.notices, *(self._held_out.notices if self._held_out is not None else ())]
+        data = [self._data] if self._held_out is None else [self._data, self._held_out]
+        self.notices = [notice for part in data for notice in part.notices]
+        if any(part.divided for part in data):
+            report = check_template(tokenizer, config.data.apply_chat_template_kwargs, OF_TEXT)
+            note = report.note("A conversation is divided into rows there: each turn is trained after the prompt of generation")
+            self.notices[:0] = [] if note is None else [note]
 
     def _read(self, files: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> SFTDataset:
         data = self.config.data

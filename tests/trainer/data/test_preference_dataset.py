@@ -71,6 +71,25 @@ def test_answers_that_are_conversations(tmp_path: Path) -> None:
     assert texts(dataset(tmp_path, alone, template=ENDED, prompt_key=None), 0) == whole
 
 
+def test_earlier_turns_may_be_rendered_differently(tmp_path: Path) -> None:
+    """As Qwen3's, without the thinking block of the last turn; as Qwen3.5's, whose prompt opens it."""
+    for opened in ("", "<t>"):
+        template = ENDED.replace("{{ m.content }}", "{% if loop.last and m.role == 'assistant' %}<t>{% endif %}{{ m.content }}")
+        template = template.replace("<assistant>{% endif", f"<assistant>{opened}{{% endif")
+        chosen, rejected = [turn("assistant", "a"), turn("user", "b"), turn("assistant", "c")], [turn("assistant", "d")]
+        data = dataset(tmp_path, {"prompt": [turn("user", "p")], "chosen": chosen, "rejected": rejected}, template=template)
+        whole = ["<user>p<eos>\n<assistant>a<eos>\n<user>b<eos>\n<assistant><t>c<eos>", "<user>p<eos>\n<assistant><t>d<eos>"]
+        assert texts(data, 0) == whole and len(data.batch([0])) == 2 and data.notices == []
+
+
+def test_only_the_last_turn_has_to_continue_its_prompt(tmp_path: Path) -> None:
+    template = ENDED.replace("<assistant>{% endif", "<assistant>{% if messages | length == 1 %}!{% endif %}{% endif")
+    chosen = [turn("assistant", "a"), turn("user", "b"), turn("assistant", "c")]
+    row = {"prompt": [turn("user", "p")], "chosen": chosen, "rejected": [*chosen[:2], turn("assistant", "d")]}
+    context = "<user>p<eos>\n<assistant>a<eos>\n<user>b<eos>\n<assistant>"
+    assert texts(dataset(tmp_path, row, template=template), 0) == [f"{context}c<eos>", f"{context}d<eos>"]
+
+
 def test_whole_texts(tmp_path: Path) -> None:
     data = dataset(tmp_path, {"chosen": "q: a", "rejected": "q: b"}, prompt_key=None)
     assert texts(data, 0) == ["q: a<eos>", "q: b<eos>"]

@@ -1,6 +1,7 @@
 import os
 import threading
 from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -75,10 +76,10 @@ def test_pairs_and_conversations_in_processes_are_bitwise_identical(tmp_path: Pa
     rows, encoder = Rows([str(tmp_path / "rows.jsonl")], ["a"]), TurnEncoder(tokenizer, {})
     answers = [f"answer {i}" for i in range(n)]
     chats = [[{"role": "user", "content": f"{i}?"}, {"role": "assistant", "content": str(i)}] for i in range(n)]
-    here = [*encoder.pairs(rows, prompts, answers), *encoder.chats(rows, chats)]
+    here = [*encoder.pairs(rows, prompts, answers), *chain.from_iterable(encoder.chats(rows, chats))]
     monkeypatch.setattr(processes, "MANY", 1)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
-    there = [*encoder.pairs(rows, prompts, answers), *encoder.chats(rows, chats)]
+    there = [*encoder.pairs(rows, prompts, answers), *chain.from_iterable(encoder.chats(rows, chats))]
     assert same([turns.ids for turns in here], [turns.ids for turns in there])
     assert same([turns.trained for turns in here], [turns.trained for turns in there])
     assert [(turns.n_turns, turns.n_empty, turns.n_open) for turns in here] == [

@@ -118,6 +118,50 @@ def test_conversations_without_trained_tokens_or_end_tokens_are_reported(tmp_pat
     assert notice.startswith("1 assistant turns before the last are not ended by a special token")
 
 
+# As Qwen3: the last turn has something that earlier turns lack.
+DIVIDED = ENDED.replace("{{ m.content }}", "{% if loop.last and m.role == 'assistant' %}!{% endif %}{{ m.content }}")
+ROW_1, ROW_2 = "<user>a<eos><assistant>!bc<eos>", "<user>a<eos><assistant>bc<eos><user>a<eos><assistant>!bc<eos>"
+
+
+def rows_of(data: SFTDataset, *indices: int) -> list[str]:
+    return [TOKENIZER.decode(ids) for ids in data.batch(indices).split_rows("input_ids")]
+
+
+def test_conversation_is_a_unit_of_several_rows_where_the_template_changes_earlier_turns(tmp_path: Path) -> None:
+    data = conversations(tmp_path, CHAT, CHAT[:1], [*CHAT, *CHAT], template=DIVIDED)
+    assert len(data) == 2 and data.divided
+    assert rows_of(data, 0) == [ROW_1] and rows_of(data, 1) == [ROW_1, ROW_2] and rows_of(data, 1, 0) == [ROW_1, ROW_2, ROW_1]
+    batch = data.batch([1, 0])
+    assert batch.rows["uid"].tolist() == [2, 2, 0] and len(batch) == 3
+    masked = zip(batch.split_rows("input_ids"), batch.split_rows("response_mask"), strict=True)
+    assert [TOKENIZER.decode(ids[mask.bool()]) for ids, mask in masked] == ["!bc<eos>"] * 3
+    silent, several = data.notices
+    assert silent.startswith("1 of 3 rows have no assistant turn")
+    n = [len(TOKENIZER(row)["input_ids"]) for row in (ROW_1, ROW_2)]
+    assert several.startswith("1 of 3 conversations are 2 rows of training, one for each place where the chat template renders")
+    assert f"{sum(n)} tokens instead of about {n[1]} (the first: " in several and several.endswith("chats.parquet, row 2)")
+
+
+def test_only_conversations_of_several_turns_without_marks_are_divided(tmp_path: Path, make: Any) -> None:
+    marked = DIVIDED.replace("{{ m.content }}", "{% generation %}{{ m.content }}{% endgeneration %}")
+    assert not make(("a", "b")).divided and not conversations(tmp_path, CHAT, [*CHAT, CHAT[0]], template=DIVIDED).divided
+    assert conversations(tmp_path, CHAT, [*CHAT, *CHAT]).divided, "append-only is a property of the template, checked for these"
+    data = conversations(tmp_path, [*CHAT, *CHAT], template=marked)
+    assert not data.divided and rows_of(data, 0) == [ROW_2] and data.notices == ()
+
+
+def test_each_row_of_a_divided_conversation_is_truncated(tmp_path: Path) -> None:
+    first, second = (len(TOKENIZER(row)["input_ids"]) for row in (ROW_1, ROW_2))
+    chats = ([*CHAT, *CHAT], CHAT)
+    with pytest.raises(ValueError, match=rf"chats\.parquet, row 0: {second} tokens with EOS, data\.max_length is {first}"):
+        conversations(tmp_path, *chats, template=DIVIDED, max_length=first)
+    data = conversations(tmp_path, *chats, template=DIVIDED, max_length=first, truncation="left")
+    assert rows_of(data, 0) == [ROW_1, "eos>" + ROW_2[-len(ROW_1) :]] or data.batch([0]).lengths.tolist() == [first, first]
+    assert trained(data, 0)[1] == "!bc<eos>" * 2 and "1 of 3 rows are longer" in data.notices[0]
+    cut = conversations(tmp_path, *chats, template=DIVIDED, max_length=first, truncation="right")
+    assert trained(cut, 0)[1] == "!bc<eos>" and "1 of them keep no token to train on" in cut.notices[0]
+
+
 def test_too_long_conversation_is_an_error_or_truncated(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"chats\.parquet, row 1: 44 tokens with EOS, data\.max_length is 30"):
         conversations(tmp_path, CHAT, [*CHAT, *CHAT], max_length=30)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 
 from tests.trainer.data.tokenizers import byte_tokenizer
@@ -48,15 +49,26 @@ def tokenizer(template: str, *, end: str = "<eos>", line: str = "{{ '\\n' }}") -
 
 
 def encode(tmp_path: Path, reader: PreTrainedTokenizerFast, *chats: Any, **kwargs: Any) -> list[Turns]:
+    """Conversations of one row each."""
+    rows = encode_rows(tmp_path, reader, *chats, **kwargs)
+    assert all(len(parts) == 1 for parts in rows)
+    return [parts[0] for parts in rows]
+
+
+def encode_rows(tmp_path: Path, reader: PreTrainedTokenizerFast, *chats: Any, **kwargs: Any) -> list[list[Turns]]:
     (tmp_path / "chats.jsonl").write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
     rows = Rows([str(tmp_path / "chats.jsonl")], ["messages"])
     return TurnEncoder(reader, kwargs).chats(rows, rows.column("messages"))
 
 
-def trained(reader: PreTrainedTokenizerFast, turns: Turns) -> list[str]:
-    """The text of each run of trained tokens."""
+def runs_of(reader: PreTrainedTokenizerFast, turns: Turns) -> list[tuple[int, str]]:
+    """Start and text of each run of trained tokens."""
     edges = np.flatnonzero(np.diff(turns.trained.astype(int), prepend=0, append=0)).reshape(-1, 2)
-    return [reader.decode(turns.ids[start:end]) for start, end in edges]
+    return [(start, reader.decode(turns.ids[start:end])) for start, end in edges]
+
+
+def trained(reader: PreTrainedTokenizerFast, turns: Turns) -> list[str]:
+    return [text for _, text in runs_of(reader, turns)]
 
 
 @pytest.mark.parametrize("template", [ENDED + ASKED, MARKED + ASKED], ids=["prefixes", "marks"])
@@ -103,17 +115,21 @@ def test_template_gets_its_arguments(tmp_path: Path) -> None:
 def test_turns_of_a_template_that_renders_the_last_one_differently_are_trained(tmp_path: Path, template: str, end: str) -> None:
     reader = tokenizer(template, end=end)
     chats = [CHAT, CHAT[1:], [*CHAT[1:3], *CHAT[1:]], [*CHAT[1:], *CHAT[3:], *CHAT[3:]]]
-    for chat, turns in zip(chats, encode(tmp_path, reader, *chats), strict=True):
-        whole = reader.apply_chat_template(chat, tokenize=False)
-        assert reader.decode(turns.ids) == whole
-        *first, last = (message["content"] for message in chat if message["role"] == "assistant")
+    for chat, rows in zip(chats, encode_rows(tmp_path, reader, *chats), strict=True):
+        turns = [i for i, message in enumerate(chat) if message["role"] == "assistant"]
+        ends = turns[-1:] if template == PHI3 else turns
+        assert [reader.decode(row.ids) for row in rows] == [
+            reader.apply_chat_template(chat[: i + 1], tokenize=False) for i in ends
+        ]
+        *first, last = (chat[i]["content"] for i in turns)
         learnt = {
-            QWEN3: ([f"{text}{end}" for text in first], f"<think></think>{last}{end}"),
-            PHI3: ([f"{text}{end}" for text in first], f"{last}{end}\n<eos>"),
-            GPT_OSS: ([f"<final>{content}" for content in first], f"<final>{last}<eos>"),
+            QWEN3: [f"<think></think>{text}{end}" for text in (*first, last)],
+            PHI3: [*(f"{text}{end}" for text in first), f"{last}{end}\n<eos>"],
+            GPT_OSS: [f"<final>{content}<eos>" for content in (*first, last)],
         }[template]
-        assert trained(reader, turns) == [*learnt[0], learnt[1]]
-        assert turns.n_open == (len(first) if template == GPT_OSS else 0), "<|end|> is where <|return|> is trained"
+        assert [text for row in rows for text in trained(reader, row)] == learnt
+        assert [row.n_turns for row in rows] == ([len(turns)] if template == PHI3 else [1] * len(turns))
+        assert not any(row.n_open for row in rows)
 
 
 @settings(max_examples=150, deadline=None)
@@ -122,34 +138,68 @@ def test_turns_of_a_template_that_renders_the_last_one_differently_are_trained(t
     st.lists(st.sampled_from(["", "a", " a\n", "ha ha", "user", "end>"]), min_size=2, max_size=9),
 )
 def test_turn_is_trained_after_the_prompt_used_for_generation(template: str, texts: list[str]) -> None:
-    """Each run of trained tokens starts after its turn's prompt and contains that turn's content only."""
+    """Runs of trained tokens are the turns, in order: each starts after its prompt and contains that turn's content only."""
     reader = tokenizer(template, end="<end>")
     contents = [f"{content}{i}." if content else "" for i, content in enumerate(texts)]
     chat = [{"role": ("user", "assistant")[i % 2], "content": content} for i, content in enumerate(contents)]
-    turns = TurnEncoder(reader, {}).chat("row 0", chat)
-    for i in range(1, len(chat), 2):
-        prompt = reader.apply_chat_template(chat[:i], tokenize=False, add_generation_prompt=True)
-        start = len(reader(prompt, add_special_tokens=False)["input_ids"])
-        until = start + np.flatnonzero(~np.append(turns.trained[start:], False))[0]
-        text = reader.decode(turns.ids[start:until])
+    runs = [(row, place, text) for row in TurnEncoder(reader, {}).chat("row 0", chat) for place, text in runs_of(reader, row)]
+    for i, (row, start, text) in zip(range(1, len(chat), 2), runs, strict=True):
+        prompt = reader.apply_chat_template(chat[:i], add_generation_prompt=True)["input_ids"]
+        assert row.ids[:start].tolist() == prompt
         assert contents[i] in text and sum(f"{other}." in text for other in range(len(chat))) == bool(contents[i])
+        assert ("<eos>" if template == GPT_OSS else "<end>") in text
+
+
+def test_end_token_may_take_the_white_space_after_it(tmp_path: Path) -> None:
+    """As Phi-3's: the newline after it has no token, and what is written after the last turn follows directly."""
+    reader = byte_tokenizer(chat_template=PHI3.replace("{{ end }}", "<end>").replace("{{ line }}", "{{ '\\n' }}"))
+    reader.add_special_tokens({"additional_special_tokens": [AddedToken("<end>", rstrip=True)]})
+    (turns,) = encode(tmp_path, reader, CHAT)
+    assert trained(reader, turns) == ["hello<end>", "no<end><eos>"]
+    assert turns.ids.tolist() == reader.apply_chat_template(CHAT)["input_ids"]
 
 
 @pytest.mark.parametrize("opens", ["<think>", "<think></think>"])
-def test_turn_whose_prompt_is_no_prefix_raises(tmp_path: Path, opens: str) -> None:
-    """As in DeepSeek's and Qwen3.5's prompts, which open the reasoning block."""
+def test_prompt_may_open_what_the_template_leaves_out_of_earlier_turns(tmp_path: Path, opens: str) -> None:
+    """As Qwen3.5's, and Qwen3's with enable_thinking=false."""
     reader = tokenizer(QWEN3.replace("<|assistant|>{% endif %}", f"<|assistant|>{opens}{{% endif %}}"))
-    with pytest.raises(
-        ValueError, match=r"chats\.jsonl, row 1, message 2: the assistant's tokens .* is not a prefix of the whole conversation"
-    ):
-        encode(tmp_path, reader, [CHAT[1]], CHAT)
+    (rows,) = encode_rows(tmp_path, reader, CHAT)
+    rest = "<think></think>".removeprefix(opens)
+    assert [trained(reader, row) for row in rows] == [[f"{rest}hello<eos>"], [f"{rest}no<eos>"]]
 
 
-def test_token_that_spans_the_end_of_a_turn_raises(tmp_path: Path) -> None:
-    reader = tokenizer(QWEN3.replace("{{ end }}", "o"), end="")
-    reader.add_tokens(["oo"])
-    with pytest.raises(ValueError, match=r"row 0, message 2: .* a token spans the end of the turn; mark them"):
-        encode(tmp_path, reader, CHAT)
+def test_turn_that_does_not_continue_its_prompt_raises(tmp_path: Path) -> None:
+    """As DeepSeek-R1's, whose prompt opens the thinking that its turns are rendered without."""
+    reader = tokenizer(ENDED + ASKED.replace("<|assistant|>", "<|assistant|><think>"))
+    with pytest.raises(ValueError) as error:
+        encode_rows(tmp_path, reader, [CHAT[1]], CHAT)
+    text = str(error.value)
+    assert "chats.jsonl, row 1, message 2: it does not continue its own prompt" in text and "\n" not in text
+    assert "the chat template rendered '<think>' after " in text and "and now 'hello<eos>" in text and "{% generation %}" in text
+
+
+def test_token_across_the_end_of_the_prompt_is_not_trained(tmp_path: Path) -> None:
+    """RL samples a turn after the tokens of its prompt; the tokens of the whole text would begin with another one."""
+    reader = tokenizer(ENDED + ASKED, end="<end>")
+    reader.add_tokens([">h"])
+    chat = [*CHAT[1:3], *CHAT[3:]]
+    prompts = [reader.apply_chat_template(chat[:i], add_generation_prompt=True)["input_ids"] for i in (1, 3)]
+    rows = encode_rows(tmp_path, reader, chat)[0]
+    assert [trained(reader, row) for row in rows] == [["hello<end>"], ["no<end>"]], "the second prompt has the other token"
+    assert [row.ids[: len(prompt)].tolist() for row, prompt in zip(rows, prompts, strict=True)] == prompts
+    (row,) = encode_rows(tmp_path, reader, CHAT[3:])[0]
+    assert row.ids.tolist() == reader.apply_chat_template(CHAT[3:])["input_ids"]
+
+
+def test_only_the_last_turn_has_to_continue_its_prompt(tmp_path: Path) -> None:
+    """For preference pairs, in which earlier turns are context."""
+    reader = tokenizer(QWEN3.replace("<|assistant|>{% endif", "<|assistant|>{% if messages | length == 1 %}!{% endif %}{% endif"))
+    encoder, chat = TurnEncoder(reader, {}), CHAT[1:]
+    (row,) = encoder.chat("row 0", chat, last=True)
+    assert reader.decode(row.ids) == reader.apply_chat_template(chat, tokenize=False)
+    assert trained(reader, row) == ["<think></think>no<eos>"] and row.n_turns == 1
+    with pytest.raises(ValueError, match="row 0, message 1: it does not continue its own prompt"):
+        encoder.chat("row 0", chat)
 
 
 def test_generation_marks_take_precedence(tmp_path: Path) -> None:

@@ -5,8 +5,8 @@ from pathlib import Path
 import torch
 
 from tests.reward_models import make_reward_model, tokenizer_of
-from trainer.data.conversations import tokenizer_fingerprint
 from trainer.data.dataset import Prompt
+from trainer.rewards.conversations import tokenizer_fingerprint
 from trainer.rewards.remote.openrlhf_protocol import from_request, to_request
 from trainer.rewards.requests import responses_to_score
 from trainer.rewards.scoring import Response

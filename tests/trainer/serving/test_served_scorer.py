@@ -10,7 +10,7 @@ from tests.reward_models import make_reward_model, plain_scores, tokenizer_of
 from tests.serving import serving
 from tests.trainer.rewards.config import reward_config
 from trainer import main_serve_reward
-from trainer.data.conversations import tokenizer_fingerprint
+from trainer.rewards.conversations import tokenizer_fingerprint
 from trainer.rewards.remote.remote_rewards import RemoteRewards
 from trainer.rewards.scoring import Response
 

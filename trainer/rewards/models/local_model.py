@@ -11,9 +11,9 @@ from torch import Tensor
 
 from configs.schema.scoring_model import ScoringModelConfig
 from trainer.cluster.remote import RemoteModel
-from trainer.data.conversations import Conversations
 from trainer.data.dataset import Prompt
 from trainer.data.encoding import truncate
+from trainer.rewards.conversations import Conversations
 from trainer.rewards.scoring import Score
 from workers.batch import Batch
 

@@ -19,7 +19,7 @@ from trainer.algorithms.moments import RunningMoments
 from trainer.cluster.role_builder import limits, start_model
 from trainer.cluster.watchdog import Watchdog
 from trainer.data.chat import load_tokenizer
-from trainer.data.conversations import Conversations, same_tokenizer, with_template
+from trainer.rewards.conversations import Conversations, same_tokenizer, with_template
 from trainer.rewards.models.local_model import LocalModel
 from trainer.rewards.models.reward_models import STATISTICS, Moments, RewardModel, RewardModels, ServedModel
 from trainer.rewards.remote.remote_rewards import RemoteRewards

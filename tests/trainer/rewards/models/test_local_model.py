@@ -9,8 +9,8 @@ import torch
 
 from tests.trainer.data.tokenizers import byte_tokenizer
 from tests.trainer.rewards.config import scoring_model
-from trainer.data.conversations import Conversations
 from trainer.data.dataset import Prompt
+from trainer.rewards.conversations import Conversations
 from trainer.rewards.models.local_model import LocalModel
 from workers.batch import Batch
 

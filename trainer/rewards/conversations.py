@@ -36,7 +36,7 @@ class Conversations:
             ids = np.append(np.concatenate([prompt_ids, response_ids]), self.tokenizer.eos_token_id).astype(np.int64)
         else:
             turns = [*prompt, {"role": "assistant", "content": answer}]
-            ids = self._encoder.chat("the conversation", turns).up_to_the_end()
+            ids = self._encoder.chat("the conversation", turns, last=True)[-1].up_to_the_end()
         return ids if finished else ids[:-1]
 
 

@@ -7,7 +7,7 @@ import pytest
 from data_preprocess.tiny_model import character_tokenizer
 from tests.reward_models import CHAT
 from tests.trainer.data.tokenizers import byte_tokenizer
-from trainer.data.conversations import Conversations, same_tokenizer, with_template
+from trainer.rewards.conversations import Conversations, same_tokenizer, with_template
 
 ASKED = [{"role": "system", "content": "s"}, {"role": "user", "content": "1+1"}]
 
@@ -19,6 +19,19 @@ def test_chat_messages_become_a_conversation_up_to_the_end_of_the_response(finis
     ids = Conversations(tokenizer, {}).ids(ASKED, "2 <pad>", finished=finished)
     text = f"<system>s<eos>\n<user>1+1<eos>\n<assistant>2 <pad>{end}"
     assert ids.tolist() == tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def test_earlier_turns_may_be_rendered_differently() -> None:
+    """As Qwen3's, whose last turn alone has a thinking block."""
+    last = CHAT.replace("{{ m['content'] }}", "{% if loop.last and m['role'] == 'assistant' %}!{% endif %}{{ m['content'] }}")
+    encoder = Conversations(byte_tokenizer(chat_template=last), {})
+    asked = [*ASKED, {"role": "assistant", "content": "2"}, {"role": "user", "content": "2+1"}]
+    text = "<system>s<eos>\n<user>1+1<eos>\n<assistant>2<eos>\n<user>2+1<eos>\n<assistant>!3<eos>"
+    assert encoder.tokenizer.decode(encoder.ids(asked, "3", finished=True)) == text
+    opened = CHAT.replace("<assistant>{% endif", "<assistant>{% if messages | length < 3 %}!{% endif %}{% endif")
+    encoder = Conversations(byte_tokenizer(chat_template=opened), {})
+    text = text.replace("!", "")
+    assert encoder.tokenizer.decode(encoder.ids(asked, "3", finished=True)) == text, "the first turn does not continue its prompt"
 
 
 @pytest.mark.parametrize(("finished", "end"), [(True, "<eos>"), (False, "")])
