@@ -2,7 +2,12 @@
 
 from typing import Any
 
+from tokenizers import AddedToken, Tokenizer
+from tokenizers.decoders import ByteLevel as ByteLevelDecoder
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
 from tokenizers.processors import TemplateProcessing
+from tokenizers.trainers import BpeTrainer
 from transformers import PreTrainedTokenizerFast
 
 from configs.schema.ppo import DataConfig
@@ -49,3 +54,25 @@ def data_config(**changes: Any) -> DataConfig:
         "ptx_truncation": "right",
     }
     return DataConfig(**(keys | changes))
+
+
+def merging_tokenizer(corpus: str, *added: str | AddedToken, chat_template: str = CHAT) -> PreTrainedTokenizerFast:
+    """Byte-level BPE without pre-tokenisation, trained on ``corpus``: merges span words, newlines and the text of markup.
+
+    added: its added tokens, with ids from 0.
+    """
+    model = Tokenizer(BPE())
+    model.pre_tokenizer, model.decoder = ByteLevel(add_prefix_space=False, use_regex=False), ByteLevelDecoder()
+    model.add_special_tokens(list(added))
+    alphabet = ByteLevel.alphabet()
+    model.train_from_iterator(
+        [corpus],
+        BpeTrainer(
+            vocab_size=len(added) + len(alphabet) + 256,
+            initial_alphabet=alphabet,
+            special_tokens=list(added),
+            show_progress=False,
+            max_token_length=6,
+        ),
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=model, chat_template=chat_template, clean_up_tokenization_spaces=False)
