@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 Message = dict[str, Any]
@@ -12,11 +12,12 @@ THINKING = ("reasoning_content", "reasoning", "thinking")
 """Fields with a model's thinking."""
 
 
-def parsed(message: Mapping[str, Any]) -> Message:
-    """Deep copy of a message, with the arguments of its calls as values, and without null fields other than content."""
+def parsed(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
+    """Deep copies of messages, with the arguments of their calls as values, and without null fields other than content."""
     # Many templates write arguments that are text as a JSON string (Qwen2.5, Llama 3.1), and test only if tool_calls is there.
-    copy = json.loads(json.dumps({name: value for name, value in message.items() if value is not None or name == "content"}))
-    return _with_arguments(copy, lambda value: _value(value) if isinstance(value, str) else value)
+    kept = [{name: value for name, value in message.items() if value is not None or name == "content"} for message in messages]
+    copies = json.loads(json.dumps(kept))
+    return [_with_arguments(copy, lambda value: _value(value) if isinstance(value, str) else value) for copy in copies]
 
 
 def with_text_arguments(message: Message) -> Message:
@@ -36,6 +37,11 @@ def canonical(message: Message, *, without: tuple[str, ...] = ()) -> str:
         functions = [call.get("function", call) for call in kept["tool_calls"]]
         kept["tool_calls"] = [[function.get("name"), function.get("arguments")] for function in functions]
     return json.dumps(kept, sort_keys=True)
+
+
+def call_ids(messages: list[Message]) -> list[Any]:
+    """Ids of all calls, in order."""
+    return [call.get("id") for message in messages for call in message.get("tool_calls", [])]
 
 
 def difference(message: Message, recorded: Message) -> str:

@@ -14,12 +14,12 @@ import json
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from trainer.agents.messages import THINKING, Message, canonical, difference, parsed, with_text_arguments
+from trainer.agents.messages import THINKING, Message, call_ids, canonical, difference, parsed, with_text_arguments
 from trainer.data.encoding import Refused
 from trainer.data.seam import Break, Seams, appended
 from workers.seeding import seed_of
@@ -124,7 +124,7 @@ class ConversationTree:
         An equal prompt is shared by all calls with it. Raises Refused if the template rejects the messages, and with
         on_break=refuse BrokenConversation if sampled turns came back that cannot be continued.
         """
-        new, tools_text = [parsed(message) for message in messages], json.dumps(tools)
+        new, tools_text = parsed(messages), json.dumps(tools)
         tools = json.loads(tools_text)
         self._prompts.clear()
         prefixes = list(accumulate(new, lambda before, message: seed_of(before, canonical(message)), initial=0))
@@ -146,7 +146,7 @@ class ConversationTree:
         key = seed_of(name, json.dumps(sampling, sort_keys=True))
         self._calls[key] += 1
         node = self._by_name[name]
-        return Call(node, key, self._calls[key] - 1, tuple(token for i in self.path(node) for token in self.nodes[i].ids))
+        return Call(node, key, self._calls[key] - 1, tuple(chain.from_iterable(self.nodes[i].ids for i in self.path(node))))
 
     def record(self, call: Call, completion: Completion, message: Mapping[str, Any]) -> int:
         """Add the turn that was sampled for a call; returns its node.
@@ -154,7 +154,7 @@ class ConversationTree:
         completion: the whole response, with its stop token. message: the assistant's message parsed from it, as the program gets
         it. Raises ValueError for a response without tokens, with another number of log-probs or versions, or recorded before.
         """
-        n, before, new = len(completion.token_ids), self.nodes[call.node], parsed(message)
+        n, before, (new,) = len(completion.token_ids), self.nodes[call.node], parsed([message])
         if n == 0 or {len(completion.log_probs), len(completion.versions)} != {n}:
             sizes = f"{n} tokens, {len(completion.log_probs)} log_probs, {len(completion.versions)} versions"
             raise ValueError(
@@ -247,7 +247,8 @@ class ConversationTree:
         found = self._ending.get(prefix, [])
         if len(found) < 2:
             return found
-        return sorted(found, key=lambda i: (self._messages(i) != messages, self.nodes[i].ordinal, self.nodes[i].name))
+        ids = call_ids(messages)
+        return sorted(found, key=lambda i: (call_ids(self._messages(i)) != ids, self.nodes[i].ordinal, self.nodes[i].name))
 
     def _changed(self, messages: list[Message], prefixes: list[int], start: int) -> tuple[int, Break] | None:
         """The first sampled turn from ``start`` on that came back changed, or after other messages than those before it."""

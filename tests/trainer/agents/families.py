@@ -43,7 +43,15 @@ class Family:
 
     @cached_property
     def seams(self) -> Seams:
-        return Seams(self.tokenizer, {})
+        return QuickSeams(self.tokenizer, {})
+
+
+class QuickSeams(Seams):
+    """Seams without the tokenizer's preparations of every call."""
+
+    def ids(self, text: str) -> list[int]:
+        backend: Any = self.tokenizer
+        return backend.backend_tokenizer.encode(text, add_special_tokens=False).ids
 
 
 EOS = "<|endoftext|>"
@@ -84,7 +92,8 @@ CHATML = (
     + "{% if loop.last or messages[loop.index0 + 1].role != 'tool' %}<|im_end|>{{ '\n' }}{% endif %}"
     + "{% else %}<|im_start|>{{ m.role }}{{ '\n' }}THINK{{ m.content or '' }}"
     + "{% for c in m.tool_calls or [] %}{% if m.content or not loop.first %}{{ '\n' }}{% endif %}<tool_call>{{ '\n' }}"
-    + '{"name": {{ c.function.name | tojson }}, "arguments": {{ c.function.arguments | tojson }}}{{ \'\n\' }}</tool_call>{% endfor %}'
+    + '{"name": {{ c.function.name | tojson }}, "arguments": {{ c.function.arguments | tojson }}}'
+    + "{{ '\n' }}</tool_call>{% endfor %}"
     + "<|im_end|>{{ '\n' }}{% endif %}{% endfor %}"
     + "{% if add_generation_prompt %}<|im_start|>assistant{{ '\n' }}{% endif %}"
 )
@@ -119,7 +128,7 @@ def llama_text(message: Message, rng: Random) -> str:
 
 LLAMA3 = Family(
     "llama3",
-    "<|begin_of_text|>{% if tools %}<|start_header_id|>system<|end_header_id|>{{ '\n\n' }}{{ tools | tojson }}<|eot_id|>{% endif %}"
+    "<|begin_of_text|>{% if tools %}<|start_header_id|>system<|end_header_id|>{{ '\n\n' + tools | tojson }}<|eot_id|>{% endif %}"
     "{% for m in messages %}"
     "<|start_header_id|>{{ 'ipython' if m.role == 'tool' else m.role }}<|end_header_id|>{{ '\n\n' }}"
     "{% if m.tool_calls %}{% if m.tool_calls | length > 1 %}{{ raise_exception('one call only') }}{% endif %}"
@@ -175,7 +184,8 @@ GPT_OSS = Family(
     "{% if m.tool_calls %}{% set ns.name = m.tool_calls[0].function.name %}"
     "<|start|>assistant to=functions.{{ ns.name }}<|channel|>commentary json<|message|>"
     "{{ m.tool_calls[0].function.arguments | tojson }}<|call|>"
-    "{% else %}<|start|>assistant<|channel|>final<|message|>{{ m.content }}{{ '<|end|>' if rewritten else '<|return|>' }}{% endif %}"
+    "{% else %}<|start|>assistant<|channel|>final<|message|>{{ m.content }}"
+    "{{ '<|end|>' if rewritten else '<|return|>' }}{% endif %}"
     "{% elif m.role == 'tool' %}<|start|>functions.{{ ns.name }} to=assistant<|channel|>commentary<|message|>"
     "{{ m.content | tojson }}<|end|>"
     "{% else %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endif %}{% endfor %}"

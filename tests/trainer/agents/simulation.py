@@ -124,14 +124,10 @@ class Engine:
         return [self.added[part]] if part in self.added else self._split(part, rng)
 
     def _split(self, text: str, rng: Random) -> list[int]:
-        letters, ids = "".join(LETTERS[byte] for byte in text.encode()), []
-        while letters:
-            n = int(1 + 5 * rng.random())
-            while (piece := self.pieces.get(letters[:n])) is None:
-                n -= 1
-            ids.append(piece)
-            letters = letters[n:]
-        return ids
+        letters = text.encode().decode("latin-1").translate(LETTERS)
+        start, stride = rng.randrange(4), rng.randrange(2, 5)
+        parts = [letters[:start], *(letters[i : i + stride] for i in range(start, len(letters), stride))]
+        return [self.pieces[piece] for part in parts for piece in ((part,) if part in self.pieces else part)]
 
 
 PRINTABLE = {*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
