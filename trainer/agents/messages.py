@@ -47,9 +47,9 @@ def call_ids(messages: list[Message]) -> list[Any]:
 def difference(message: Message, recorded: Message) -> str:
     """The first field that differs, in words. Both messages are parsed."""
     for name in sorted(message.keys() | recorded.keys()):
-        ours, before = ({name: m[name]} if name in m else {} for m in (message, recorded))
-        if canonical(ours) != canonical(before):
-            return f"its {name} is {reprlib.repr(ours.get(name))} and was {reprlib.repr(before.get(name))} when it was sampled"
+        now, before = ({name: m[name]} if name in m else {} for m in (message, recorded))
+        if canonical(now) != canonical(before):
+            return f"its {name} is {reprlib.repr(now.get(name))} and was {reprlib.repr(before.get(name))} when it was sampled"
     return "it is the message that was sampled"
 
 

@@ -279,7 +279,7 @@ def test_equal_calls_have_one_key_and_ordinals_and_other_sampling_another_key() 
     assert other.request([USER]).key == calls[0].key
 
 
-def test_equal_turns_are_told_apart_by_the_ids_of_their_calls() -> None:
+def test_equal_turns_are_distinguished_by_the_ids_of_their_calls() -> None:
     session = Session()
     calls = [session.tree.request([USER]) for _ in range(2)]
     nodes = []
