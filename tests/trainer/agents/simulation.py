@@ -5,6 +5,7 @@ the only thing that ``order`` changes.
 """
 
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cache
@@ -14,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from tests.trainer.agents.families import EOS, Family, Message
+from trainer.agents.messages import THINKING
 from trainer.agents.tree import Call, ConversationTree, Row
 from workers.rollout.base import Completion
 
@@ -23,6 +25,11 @@ WORDS = ("ab", "ba ", "a  b", "\n\nba", "user", " é", '{"a": 1}', "</think>", "
 
 def copied(value: Any) -> Any:
     return json.loads(json.dumps(value))
+
+
+def mark(rng: Random) -> str:
+    """Text that no other message has."""
+    return f"#{rng.getrandbits(32):08x}"
 
 
 @dataclass
@@ -81,7 +88,7 @@ class Engine:
         return completion, self._as_client_sees(message, rng)
 
     def _message(self, call: Call, rng: Random) -> Message:
-        message: Message = {"role": "assistant", "content": f"{rng.choice(WORDS)}{rng.getrandbits(32):x}{rng.choice(WORDS)}"}
+        message: Message = {"role": "assistant", "content": f"{rng.choice(WORDS)}{mark(rng)} {rng.choice(WORDS)}"}
         if rng.random() < 0.5:
             message[self.family.thinking] = f"{rng.choice(WORDS).strip()}{rng.getrandbits(16):x}"
         if rng.random() < 0.4:
@@ -92,7 +99,7 @@ class Engine:
                     "type": "function",
                     "function": {
                         "name": "add",
-                        "arguments": {"b": rng.getrandbits(32), "a": rng.choice(WORDS), "é": [1.5, None]},
+                        "arguments": {"b": mark(rng), "a": rng.choice(WORDS), "é": [1.5, None]},
                     },
                 }
                 for i in range(rng.randrange(self.family.most_calls) + 1)
@@ -130,6 +137,7 @@ class Engine:
         return [self.pieces[piece] for part in parts for piece in ((part,) if part in self.pieces else part)]
 
 
+MARK = re.compile("#[0-9a-f]{8}")
 PRINTABLE = {*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
 LETTERS = {byte: chr(byte) for byte in PRINTABLE} | {
     byte: chr(256 + i) for i, byte in enumerate(byte for byte in range(256) if byte not in PRINTABLE)
@@ -214,10 +222,10 @@ def news(messages: list[Message], rng: Random, kind: int) -> list[Message]:
     if last["role"] != "assistant" or rng.random() < 0.02:
         return []
     results = [
-        {"role": "tool", "tool_call_id": call["id"], "content": f"{rng.choice(WORDS)}{kind}"}
+        {"role": "tool", "tool_call_id": call["id"], "content": f"{rng.choice(WORDS)}{mark(rng)} {kind}"}
         for call in last.get("tool_calls") or []
     ]
-    return results or [{"role": "user", "content": f"{rng.choice(WORDS)}{kind}{rng.choice(WORDS)}"}]
+    return results or [{"role": "user", "content": f"{kind}{mark(rng)} {rng.choice(WORDS)}"}]
 
 
 def varied(message: Message, rng: Random) -> Message:
@@ -281,3 +289,8 @@ def check(found: Outcome, rows: list[Row]) -> None:
             assert tuple(row.rollout_log_probs[start:end].tolist()) == logged.completion.log_probs
             assert tuple(row.weight_version[start:end].tolist()) == logged.completion.versions
     assert seen == set(by_serial)  # every sampled token, exactly once
+    for logged in recorded[::3]:
+        # Prompts have all messages of their call once, in order, sampled or rendered.
+        text = str(found.tree.seams.tokenizer.decode(list(logged.prompt)))
+        visible = [{name: value for name, value in m.items() if name not in THINKING} for m in logged.messages]
+        assert MARK.findall(text) == MARK.findall(json.dumps(visible))

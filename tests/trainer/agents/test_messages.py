@@ -54,6 +54,9 @@ def test_parsed_messages_are_deep_copies_with_values_as_arguments_and_without_nu
     arguments["b"] = 2
     assert given == asked('{"b": 1, "a": {"é": 2}}') | {"refusal": None}
     assert parsed([asked("{broken")])[0] == asked("{broken")
+    parts = {"role": "user", "content": [{"type": "text", "text": "a"}]}
+    parsed([parts])[0]["content"][0]["text"] = "b"
+    assert parts["content"] == [{"type": "text", "text": "a"}]
 
 
 def test_arguments_as_text_are_json_and_text_stays_as_it_is() -> None:

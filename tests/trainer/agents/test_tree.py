@@ -9,11 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.trainer.agents.families import DEEPSEEK, EOS, FAMILIES, GPT_OSS, LLAMA3, PLAIN, QWEN3, QWEN25, Family, Message
+from tests.trainer.agents.families import CORPUS, DEEPSEEK, EOS, FAMILIES, GPT_OSS, LLAMA3, PLAIN, QWEN3, QWEN25, Family, Message
 from tests.trainer.agents.simulation import TOOLS, check, converse
 from trainer.agents.messages import parsed
 from trainer.agents.tree import BrokenConversation, Call, ConversationTree, Row
 from trainer.data.encoding import Refused
+from trainer.data.seam import Seams
 from workers.rollout.base import Completion
 
 USER = {"role": "user", "content": "a"}
@@ -138,6 +139,12 @@ def test_an_honest_conversation_splits_only_where_the_template_rewrites(family: 
         assert text_of(family, prompts[-1].prompt_ids) == text_of(family, family.seams.ids(rendered))
     if thinking and not expected:
         assert text_of(family, prompts[-1].prompt_ids).count("bb") == 2  # in the ids, if the template writes it or not
+
+
+@pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
+def test_the_quick_tokenisation_of_these_tests_is_that_of_the_tokenizer(family: Family) -> None:
+    for text in (family.template, CORPUS, f"{EOS}\n{family.added[0]} é"):
+        assert family.seams.ids(text) == Seams(family.tokenizer, {}).ids(text)
 
 
 def test_a_seam_is_tokenised_as_the_template_writes_it_after_the_stop_token() -> None:
