@@ -248,6 +248,25 @@ def test_an_edit_late_in_a_conversation_keeps_the_sampled_ids_before_it() -> Non
     assert len(session.tree.nodes[call.node].messages) == 3
 
 
+def test_a_truncated_turn_late_in_a_conversation_keeps_the_sampled_ids_before_it() -> None:
+    session = Session()
+    session.turn([USER], ANSWER)
+    session.turn([USER, ANSWER, MORE], THOUGHT, reason="length")
+    call = session.tree.request([USER, ANSWER, MORE, THOUGHT, MORE])
+    assert session.tree.breaks == {"truncated": 1} and session.tree.nodes[call.node].parent == 1
+
+
+def test_a_new_prompt_is_rendered_from_the_messages_and_tools_as_they_came() -> None:
+    session = Session(QWEN3)
+    session.turn([USER], CALL, tools=TOOLS)
+    other_order = CALL | {"tool_calls": [add("call_1", b=2, a=1)]}
+    for returned, tools in ((other_order, TOOLS), (CALL, [dict(reversed(TOOLS[0].items()))])):
+        messages = [USER, returned, RESULT, MORE]
+        call = session.tree.request(messages, tools)
+        assert session.tree.nodes[call.node].text == session.family.seams.render(parsed(messages), tools, prompt=True)
+    assert session.tree.breaks == {"template": 2}
+
+
 def test_a_shared_turn_is_trained_in_the_first_row_alone_and_context_in_the_others() -> None:
     session = Session()
     session.turn([USER], ANSWER)
