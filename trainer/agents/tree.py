@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, chain
 from typing import TYPE_CHECKING, Any, Literal
@@ -215,15 +215,14 @@ class ConversationTree:
 
     def path(self, index: int) -> list[int]:
         """Indices of the nodes from the start of the conversation to ``index``."""
-        return list(self._upwards(index))[::-1]
+        found = []
+        while index != ROOT:
+            found.append(index)
+            index = self.nodes[index].parent
+        return found[::-1]
 
     def _messages(self, index: int) -> list[Message]:
         return [message for i in self.path(index) for message in self.nodes[i].messages]
-
-    def _upwards(self, index: int) -> Iterator[int]:
-        while index != ROOT:
-            yield index
-            index = self.nodes[index].parent
 
     def _continue_longest(
         self, messages: list[Message], prefixes: list[int], tools: list[Any] | None
