@@ -9,7 +9,7 @@ first, so these ids are the same after any text. Anything else is a Break: the c
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from trainer.data.encoding import render, token_ids
 
@@ -26,7 +26,7 @@ class Break:
     reason: "template": its text is rendered differently; "seam": no added token ends its last turn. detail: part of a sentence.
     """
 
-    reason: Literal["template", "seam"]
+    reason: str
     detail: str
 
 

@@ -5,7 +5,9 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken
+from tokenizers import AddedToken, Tokenizer
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import Metaspace
 from transformers import PreTrainedTokenizerFast
 
 from tests.trainer.data.tokenizers import merging_tokenizer
@@ -109,3 +111,13 @@ def test_rendering_passes_tools_and_the_template_arguments() -> None:
     reader = seams("{{ tools | length if tools else 0 }}{{ day }}{{ add_generation_prompt }}", day="Mo")
     assert reader.render(CHAT, prompt=False) == "0MoFalse"
     assert reader.render(CHAT, [{"type": "function", "function": {"name": "f"}}], prompt=True) == "1MoTrue"
+
+
+def test_a_tokenizer_that_marks_the_start_of_a_text_does_not_mark_the_text_after_a_seam() -> None:
+    vocabulary = ["<eos>", "<|end|>", "▁", "a", "b", "▁a"]
+    model = Tokenizer(BPE({token: i for i, token in enumerate(vocabulary)}, [("▁", "a")]))
+    model.pre_tokenizer = Metaspace(prepend_scheme="first", split=False)
+    model.add_special_tokens(["<eos>", "<|end|>"])
+    reader = Seams(PreTrainedTokenizerFast(tokenizer_object=model, chat_template=CHATML), {})
+    assert reader.ids("ab") == [5, 4] and reader.ids("ba<|end|>ab") == [2, 4, 3, STOP, 3, 4]
+    assert reader.ids_after(STOP, "ab") == [3, 4] and reader.ids_after(STOP, " ab") == [5, 4]
