@@ -162,10 +162,12 @@ class Paired(Mirror):
 def test_rows_of_a_pair_are_in_one_micro_batch() -> None:
     sizes = [1, 9, 4, 4, 10, 1, 2, 3, 6, 6]
     ones = torch.ones(sum(sizes))
-    batch = numbered(sizes).with_tokens(response_mask=ones, loss_weight=ones).with_rows(side=torch.tensor([1, -1] * 5))
+    batch = numbered(sizes).with_tokens(response_mask=ones, loss_weight=ones).with_rows(
+        side=torch.tensor([1, -1] * 5), uid=torch.arange(5).repeat_interleave(2)
+    )
     with LocalBackend() as backend:
         actor = start(backend.start_group("workers", ResourcePool((2,), "cpu", "pool"), Paired))
-        together = actor.train_step(batch, (), rows=("side",), together=2)
+        together = actor.train_step(batch, (), rows=("side",), units="uid")
         alone = actor.train_step(batch, (), rows=("side",))
     assert together["torn"].value == 0 < alone["torn"].value
     assert together["cuts"].value >= 4 and together["most"].value == 12

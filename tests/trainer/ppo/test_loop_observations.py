@@ -106,7 +106,9 @@ class Model:
     def forward(self, batch: Batch, outputs: list[str]) -> Batch:
         return Batch(batch.lengths, {name: batch.tokens[name] for name in outputs})
 
-    def train_step(self, mini: Batch, columns: tuple[str, ...]) -> Metrics:
+    def train_step(
+        self, mini: Batch, columns: tuple[str, ...], *, rows: tuple[str, ...] = (), units: str | None = None
+    ) -> Metrics:
         outputs = {name: mini.tokens[name].clone().requires_grad_() for name in ("log_probs", "entropy")}
         outputs |= {"sampled_entropy": mini.tokens["entropy"].clone(), "values": (mini.tokens["values"] + 0.3).requires_grad_()}
         loss, metrics = self.loss(outputs, mini)

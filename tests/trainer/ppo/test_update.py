@@ -25,7 +25,7 @@ class Recorder:
         self.skip = skip
         self.budget = Budget("recorder")
 
-    def train_step(self, mini_batch: Batch, columns: tuple[str, ...]) -> dict[str, Metric]:
+    def train_step(self, mini_batch: Batch, columns: tuple[str, ...], **parts: Any) -> dict[str, Metric]:
         assert columns == ("advantages",)
         self.given.append(mini_batch)
         skipped = len(self.given) in self.skip
@@ -131,8 +131,8 @@ def test_added_rows_have_their_own_weights_and_follow_the_mini_batch() -> None:
 
 def test_metric_that_a_mini_batch_lacks_is_the_mean_of_the_others() -> None:
     class Sparse(Recorder):
-        def train_step(self, mini_batch: Batch, columns: tuple[str, ...]) -> dict[str, Metric]:
-            metrics = super().train_step(mini_batch, columns)
+        def train_step(self, mini_batch: Batch, columns: tuple[str, ...], **parts: Any) -> dict[str, Metric]:
+            metrics = super().train_step(mini_batch, columns, **parts)
             return metrics | ({"seldom": Metric.max(7.0)} if len(self.given) == 2 else {})
 
     found = update(cast(Any, Sparse()), step_batch(), spec(epochs=1), step=5, watch=unseen)
