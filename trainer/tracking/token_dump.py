@@ -47,7 +47,7 @@ class ResponseLog:
         self._forwards = forwards
 
     def record(self, step: int, batch: Batch, actor: RemoteModel) -> None:
-        """Dump trajectories of the step, if it is one of those that are kept. Called before the update, which changes the log-probs.
+        """Dump trajectories of a step that is kept. Called before the update, which changes the log-probs.
 
         batch: tokens input_ids, sampled_mask, rollout_log_probs, advantages, and old_log_probs unless ``forwards``; rows uid,
         trajectory, part, score; objects prompt, ground_truth.
