@@ -5,7 +5,6 @@ The algorithms of a step compute as if observations were not there, and as if th
 
 from dataclasses import dataclass, field, replace
 from functools import cache
-from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any, cast, get_args
 
@@ -15,6 +14,7 @@ from torch import Tensor
 
 from configs.schema.common import AggMode, KLKind
 from configs.schema.ppo import PPOConfig
+from tests.trainer.algorithms.parts import in_parts
 from tests.trainer.algorithms.plain import defaults
 from trainer.algorithms.advantages import ADVANTAGES
 from trainer.algorithms.kl import KLController
@@ -101,40 +101,6 @@ def without_observations(batch: Batch) -> Batch:
     stays = ~observed(batch)
     lengths = torch.zeros_like(batch.lengths).index_add(0, batch.segment_ids(), stays.long())
     return Batch(lengths, {name: column[stays] for name, column in batch.tokens.items()}, batch.rows, batch.objects)
-
-
-def in_parts(batch: Batch, seed: int) -> Batch:
-    """The same trajectories, most of them as two to four rows: the tokens up to a turn's end, of which the last are trained.
-
-    The columns of repeated tokens, and the numbers of rows that do not end a trajectory, are others. Parts are anywhere in the
-    batch, but the trajectories' first rows are in their order. Column serial: index of a token in the original.
-    """
-    g = torch.Generator().manual_seed(seed + 2)
-    batch = batch.with_tokens(serial=torch.arange(batch.total_tokens))
-    first, others = list[tuple[int, Batch]](), list[tuple[int, Batch]]()
-    for row in range(len(batch)):
-        whole = batch.select([row])
-        trained = whole.tokens["response_mask"].nonzero().flatten()
-        n = min(int(torch.randint(1, 5, (1,), generator=g)) if row % 3 else 3, max(len(trained), 1))
-        # A part ends anywhere between two trained tokens, the last one where the row ends.
-        ends = [0, *sorted((trained[torch.randperm(len(trained) - 1, generator=g)[: n - 1]] + 1).tolist() if n > 1 else [])]
-        ends.append(whole.total_tokens)
-        parts = []
-        for number, (start, end) in enumerate(pairwise(ends)):
-            tokens = {name: column[:end].clone() for name, column in whole.tokens.items()}
-            tokens["response_mask"][:start] = 0.0
-            rows = {name: column.clone() for name, column in whole.rows.items()}
-            if end < whole.total_tokens:
-                rows |= {name: rows[name] + 7.0 for name in ("reward", "score", "last_value", "baseline")}
-                rows |= {"finished": 1 - rows["finished"]}
-            rows |= {"trajectory": torch.tensor([1000 - 7 * row]), "part": torch.tensor([2 * number])}
-            objects = whole.objects if end == whole.total_tokens else {"reward_extra": [{"right": 99.0, "brief": -99.0}]}
-            parts.append(Batch(torch.tensor([end]), tokens, rows, objects))
-        order = torch.randperm(len(parts), generator=g).tolist()
-        first.append((row, parts[order[0]]))
-        others += [(row, parts[i]) for i in order[1:]]
-    others = [others[i] for i in torch.randperm(len(others), generator=g).tolist()]
-    return with_other_observations(Batch.concat([part for _, part in first + others]), seed)
 
 
 @dataclass
@@ -302,7 +268,8 @@ def test_parts_of_a_trajectory_are_one_row_for_any_loss_aggregation_and_cut(esti
     torn = set()
     for number, loss_mode in enumerate(POLICY_LOSSES, start=list(ADVANTAGES).index(estimator)):
         modes = get_args(AggMode)
-        config, batch = config_of(estimator, loss_mode, number), in_parts(several_turns(number), number)
+        batch = with_other_observations(in_parts(several_turns(number), number), number)
+        config = config_of(estimator, loss_mode, number)
         assert len(batch) > len(several_turns(number))
         expected = reference(estimator, loss_mode, number)
         ranks, limits = [(3, Limits(max_rows=1)), (1, Limits(max_rows=2)), (2, Limits(max_tokens=60))][number % 3]
