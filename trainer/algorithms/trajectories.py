@@ -73,6 +73,9 @@ class Trajectories:
         lengths = torch.zeros(n, dtype=torch.int64).index_add(0, of_row, batch.lengths)
         return cls(batch.lengths, lengths, of_row, last, order, order.argsort())
 
+    def __len__(self) -> int:
+        return len(self.lengths)
+
     @property
     def are_rows(self) -> bool:
         """Whether every trajectory is one row."""

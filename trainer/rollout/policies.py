@@ -103,7 +103,7 @@ class KeptGroups:
         kept = [prompt for prompt in asked if verdicts[prompt.ordinal] == "kept"]
         self._parts.append(select_groups(scored, [prompt.ordinal for prompt in kept]))
         self.prompts += kept
-        self._failed += len(answered) - len(scored)
+        self._failed += len(Trajectories.of(answered)) - len(whole)
         return len(kept)
 
     def batch(self, groups: Sequence[int]) -> Batch:

@@ -133,12 +133,14 @@ class Sampler:
         """``answered`` without rows whose reward failed, with meta["metrics"]."""
         scored = self.drop_failed(answered)
         check_some_scored(answered, len(scored))
-        failed = {"reward/failed": len(answered) - len(scored)} | self.failures.metrics()
+        n_failed = len(Trajectories.of(answered)) - len(Trajectories.of(scored))
+        failed = {"reward/failed": n_failed} | self.failures.metrics()
         return scored.with_meta({"metrics": failed | answered.meta.get("metrics", {})})
 
     def drop_failed(self, batch: Batch) -> Batch:
-        """Remove the rows whose reward failed and add them to ``left_out``; the result may be empty."""
-        failed = batch.rows["reward_failed"]
+        """Remove the trajectories whose reward failed and add them to ``left_out``; the result may be empty."""
+        trajectories = Trajectories.of(batch)
+        failed = batch.rows["reward_failed"][trajectories.last][trajectories.of_row]
         if not failed.any():
             return batch
         self.left_out.append(batch.select(failed.nonzero().flatten()))
@@ -353,16 +355,17 @@ def split_baselines(batch: Batch, n: int) -> Batch:
     """
     is_greedy = batch.rows["sample"] == n
     greedy = batch.select(is_greedy.nonzero().flatten())
+    greedy = Trajectories.of(greedy).joined(greedy)
     samples = batch.select((~is_greedy).nonzero().flatten())
-    failed = greedy.rows["reward_failed"].repeat_interleave(n)
-    errors = [error for error in greedy.objects["reward_error"] for _ in range(n)]
+    groups, order = greedy.rows["group"].sort()
+    of_row = order[torch.searchsorted(groups, samples.rows["group"])]
+    errors = [greedy.objects["reward_error"][i] for i in of_row.tolist()]
     samples.objects["reward_error"] = [
         error if error is not None or baseline_error is None else f"of the greedy answer: {baseline_error}"
         for error, baseline_error in zip(samples.objects["reward_error"], errors, strict=True)
     ]
-    return samples.with_rows(
-        baseline=greedy.rows["reward"].repeat_interleave(n), reward_failed=samples.rows["reward_failed"] | failed
-    )
+    failed = samples.rows["reward_failed"] | greedy.rows["reward_failed"][of_row]
+    return samples.with_rows(baseline=greedy.rows["reward"][of_row], reward_failed=failed)
 
 
 def check_some_scored(answered: Batch, n_scored: int) -> None:

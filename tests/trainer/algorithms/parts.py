@@ -30,6 +30,7 @@ def in_parts(batch: Batch, seed: int) -> Batch:
             if end < whole.total_tokens:
                 rows |= {name: rows[name] + 7.0 for name in {"reward", "score", "last_value", "baseline"} & rows.keys()}
                 rows |= {name: 1 - rows[name] for name in {"finished"} & rows.keys()}
+                rows |= {name: ~rows[name] for name in {"reward_failed"} & rows.keys()}
                 objects |= {name: [dict.fromkeys(objects[name][0], 99.0)] for name in {"reward_extra"} & objects.keys()}
             rows |= {"trajectory": torch.tensor([1000 - 7 * row]), "part": torch.tensor([2 * number])}
             parts.append(Batch(torch.tensor([end]), tokens, rows, objects, batch.meta))

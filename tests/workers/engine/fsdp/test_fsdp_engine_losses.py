@@ -105,7 +105,7 @@ def test_no_cut_changes_the_gradient(group: None, models: dict[str, str], loss_m
 
 @pytest.fixture
 def exact_norms(monkeypatch: pytest.MonkeyPatch) -> None:
-    """transformers takes norms in float32, also in float64: the gradients of a context that is computed twice would be rounded."""
+    """transformers takes norms in float32, also in float64: gradients of a context that is computed twice are rounded there."""
 
     def forward(norm: Any, x: Tensor) -> Tensor:
         return nn.functional.rms_norm(x, x.shape[-1:], norm.weight, norm.variance_epsilon)
