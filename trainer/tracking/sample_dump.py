@@ -13,19 +13,17 @@ import pyarrow.parquet as pq
 from torch import Tensor
 
 from trainer.algorithms.segments import counts_in
-from trainer.algorithms.trajectories import Trajectories
 from trainer.run.logger import Sample
 from trainer.run.run_dir import rollouts_file
 from workers.batch import Batch
 
 
 def first_samples(batch: Batch, n: int) -> list[Sample]:
-    """The first response to each of the first ``n`` prompts; of one with several parts, the last part.
+    """The first response to each of the first ``n`` prompts.
 
     batch: rows uid, sample, score, reward_failed; objects data_source, prompt, response, ground_truth, reward_error.
     """
-    last = Trajectories.of(batch).last
-    rows = last[batch.rows["sample"][last] == 0][:n].tolist()
+    rows = (batch.rows["sample"] == 0).nonzero().flatten()[:n].tolist()
     return [
         Sample(
             uid=int(batch.rows["uid"][i]),

@@ -50,13 +50,6 @@ def test_dump_has_every_row_and_column(tmp_path: Path) -> None:
     assert table["reward_failed"] == [False, False, False, True]
 
 
-def test_sample_of_a_trajectory_is_its_last_part() -> None:
-    batch = make_batch().with_rows(
-        trajectory=torch.tensor([5, 6, 5, 7]), part=torch.tensor([1, 0, 0, 0]), sample=torch.tensor([0, 1, 0, 0])
-    )
-    assert [sample["response"] for sample in first_samples(batch, 5)] == ["2", ""]
-
-
 def test_excluded_rows_follow_with_their_error(tmp_path: Path) -> None:
     """They lack columns that are computed later."""
     batch = make_batch()
