@@ -200,6 +200,8 @@ def test_unit_over_the_limit_is_refused_and_limits_in_rows_count_units() -> None
         assert actor.train_step(batch, ())["most"].value == 9, "rows alone fit"
         actor.train_limits = Limits(max_rows=1)
         assert actor.train_step(batch, (), units="trajectory")["cuts"].value == 3
+        actor.train_limits, actor.budget.most = Limits(max_tokens=20), Limits(max_tokens=3)
+        assert actor.train_step(batch, (), units="trajectory")["most"].value == 12, "a budget never forbids the largest unit"
 
 
 class Sharing(Mirror):
