@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from heapq import heapreplace
+from itertools import chain
 
 import torch
 
@@ -120,12 +121,26 @@ def repeats(rows: Sequence[int], groups: Sequence[int]) -> list[int]:
 class SharedRows:
     """Rows whose prompt is computed once per group and micro-batch.
 
-    lengths[r]: tokens of row r. prompts[r]: its prompt tokens, shared within the group. groups[r]: its group.
+    lengths[r]: tokens of row r. prompts[r]: its prompt tokens, shared within the group. groups[r]: its group. units[r]: its unit,
+    whose rows stay in one micro-batch, and have one group if anything is shared; None: each row is a unit. A limit in rows counts
+    units.
     """
 
     lengths: Sequence[int]
     prompts: Sequence[int]
     groups: Sequence[int]
+    units: Sequence[int] | None = None
+
+    def members(self) -> list[list[int]]:
+        """Rows of each unit, in the order of their first rows."""
+        units: dict[int, list[int]] = {}
+        for row, unit in enumerate(range(len(self.lengths)) if self.units is None else self.units):
+            units.setdefault(unit, []).append(row)
+        return list(units.values())
+
+    def unit_tokens(self) -> list[int]:
+        """Tokens that each unit computes alone."""
+        return list(self.lengths) if self.units is None else [self.computed(rows) for rows in self.members()]
 
     def computed(self, rows: Sequence[int]) -> int:
         """Tokens that a micro-batch of these rows computes: a group's prompt counts once."""
@@ -137,13 +152,14 @@ class SharedRows:
         return sum(whole) - sum(row_costs([self.prompts[row] for row in repeats(rows, self.groups)], attention_cost))
 
     def plan(self, n_ranks: int, limits: Limits, *, attention_cost: float = 0.0) -> Plan:
-        """Plan such rows, see ``make_plan``. Raises ValueError if a single row exceeds ``max_tokens``.
+        """Plan such rows, see ``make_plan``. Raises ValueError if a single row or unit exceeds ``max_tokens``.
 
         Groups that stay together cost less; parts of groups are easier to balance over ranks. Whole groups, halves, quarters, ...
-        and single rows are tried, and the plan with the least work on the busiest rank wins. The search ends at the first plan
+        and single units are tried, and the plan with the least work on the busiest rank wins. The search ends at the first plan
         whose busiest rank has at most EVEN times the smallest possible work.
         """
         check_rows_fit(self.lengths, limits)
+        self._check_units_fit(limits)
         least = self.cost(range(len(self.lengths)), attention_cost) / n_ranks
         best, best_cost = Plan((), ()), math.inf
         for plan in self._plans(n_ranks, limits, attention_cost):
@@ -155,35 +171,56 @@ class SharedRows:
         return best
 
     def _plans(self, n_ranks: int, limits: Limits, attention_cost: float) -> Iterator[Plan]:
-        """Yield candidate plans: whole groups, halves, quarters, ..., finally single rows."""
-        largest, parts = max(Counter(self.groups).values(), default=1), 1
+        """Yield candidate plans: whole groups, halves, quarters, ..., finally single units."""
+        members = self.members()
+        largest, parts = max(Counter(self.groups[rows[0]] for rows in members).values(), default=1), 1
         # A limit in rows would count units instead, so groups are not kept together under it.
         while limits.max_tokens is not None and parts < largest:
-            units = self._units(parts, limits.max_tokens)
-            tokens, costs = [self.computed(unit) for unit in units], [self.cost(unit, attention_cost) for unit in units]
-            yield _plan(tokens, costs, n_ranks, limits).of_rows(units)
+            yield self._plan_of(self._parts_of_groups(parts, limits.max_tokens), n_ranks, limits, attention_cost)
             parts *= 2
-        yield make_plan(self.lengths, n_ranks, limits, attention_cost=attention_cost)
+        if self.units is None:
+            yield make_plan(self.lengths, n_ranks, limits, attention_cost=attention_cost)
+        else:
+            yield self._plan_of(members, n_ranks, limits, attention_cost)
+
+    def _plan_of(self, parts: Sequence[Sequence[int]], n_ranks: int, limits: Limits, attention_cost: float) -> Plan:
+        """Plan that keeps the rows of each part together."""
+        tokens, costs = [self.computed(rows) for rows in parts], [self.cost(rows, attention_cost) for rows in parts]
+        return _plan(tokens, costs, n_ranks, limits).of_rows(parts)
 
     def sizes(self, plan: Plan) -> list[tuple[int, int]]:
-        """Rows and computed tokens of each micro-batch."""
-        return [(len(part), self.computed(part)) for cut in plan.rows_by_rank() for part in cut]
+        """Units and computed tokens of each micro-batch."""
+        units = range(len(self.lengths)) if self.units is None else self.units
+        return [(len({units[row] for row in part}), self.computed(part)) for cut in plan.rows_by_rank() for part in cut]
 
-    def _units(self, parts: int, max_tokens: int) -> list[list[int]]:
-        """Split each group into ``parts`` units, or as many more as needed for none to exceed ``max_tokens``.
+    def _check_units_fit(self, limits: Limits) -> None:
+        if limits.max_tokens is None or self.units is None:
+            return
+        for rows, tokens in zip(self.members(), self.unit_tokens(), strict=True):
+            if tokens > limits.max_tokens:
+                shared = sum(self.lengths[row] for row in rows) - tokens
+                parts = " + ".join(str(self.lengths[row]) for row in rows) + (f" - {shared} shared" if shared else "")
+                raise ValueError(
+                    f"rows {', '.join(map(str, rows))} of one trajectory or pair have {parts} = {tokens} tokens, which the loss "
+                    f"needs in one micro-batch, and the micro-batch budget is {limits.max_tokens}: raise "
+                    f"*_max_token_len_per_gpu to at least {tokens}"
+                )
 
-        No single row exceeds it (check_rows_fit), so this always ends. Rows are dealt out by length, which balances the units.
+    def _parts_of_groups(self, parts: int, max_tokens: int) -> list[list[int]]:
+        """Rows of each part of the groups: ``parts`` of each, or as many more as needed for none to exceed ``max_tokens``.
+
+        No single unit exceeds it (_check_units_fit), so this always ends. Units are dealt out by length, which balances parts.
         """
-        groups: dict[int, list[int]] = {}
-        for row in _largest_first(range(len(self.lengths)), self.lengths):
-            groups.setdefault(self.groups[row], []).append(row)
-        units = []
-        for rows in groups.values():
-            n = min(parts, len(rows))
-            while max(self.computed(rows[i::n]) for i in range(n)) > max_tokens:
+        members, groups = self.members(), dict[int, list[list[int]]]()
+        for unit in _largest_first(range(len(members)), self.unit_tokens()):
+            groups.setdefault(self.groups[members[unit][0]], []).append(members[unit])
+        found = []
+        for units in groups.values():
+            n = min(parts, len(units))
+            while max(map(self.computed, dealt := [list(chain(*units[i::n])) for i in range(n)])) > max_tokens:
                 n += 1
-            units += [rows[i::n] for i in range(n)]
-        return units
+            found += dealt
+        return found
 
 
 def mini_batches(

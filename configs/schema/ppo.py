@@ -283,6 +283,7 @@ class AlgorithmConfig(Checked):
     adv_estimator: str
     gamma: Fraction
     lam: Fraction
+    gamma_over: Literal["token", "turn"]
     norm_adv_by_std_in_grpo: bool
     gdpo_reward_keys: list[str] | None
     gdpo_reward_weights: list[float] | None

@@ -1,4 +1,5 @@
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -197,6 +198,70 @@ def test_groups_stay_on_one_rank_unless_halves_are_even() -> None:
     quarters = rows.plan(4, Limits(max_tokens=280))
     assert [len({row // 4 for row in share}) for share in quarters.shards] == [1] * 4
     assert {tokens for _, tokens in rows.sizes(quarters)} == {120}
+
+
+units_of_rows = st.lists(
+    st.tuples(st.integers(0, 20), st.lists(st.lists(st.integers(1, 30), min_size=1, max_size=4), min_size=1, max_size=4)),
+    min_size=1, max_size=8,
+)  # fmt: skip
+
+
+def with_units(groups: list[tuple[int, list[list[int]]]], *, shares: bool, seed: int) -> SharedRows:
+    """groups: (prompt, responses in tokens of each unit). Rows are in a random order."""
+    rows, unit = [], 0
+    for group, (prompt, units) in enumerate(groups):
+        for answers in units:
+            rows += [(prompt + answer, prompt if shares else 0, group, unit) for answer in answers]
+            unit += 1
+    order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed)).tolist()
+    return SharedRows(*zip(*(rows[i] for i in order), strict=True))
+
+
+@given(units_of_rows, st.integers(1, 5), st.one_of(st.integers(100, 400), st.none()), st.booleans(), st.integers(0, 9))
+def test_units_are_in_one_micro_batch_of_one_rank(
+    groups: list[tuple[int, list[list[int]]]], n_ranks: int, cap: int | None, shares: bool, seed: int
+) -> None:
+    """A limit in rows counts units."""
+    rows = with_units(groups, shares=shares, seed=seed)
+    largest = max(rows.computed(unit) for unit in rows.members())
+    limits = Limits(max_rows=2) if cap is None else Limits(max_tokens=max(cap, largest))
+    plan = rows.plan(n_ranks, limits, attention_cost=1e-3)
+    assert rows.units is not None
+    cuts = [part for cut in plan.rows_by_rank() for part in cut]
+    homes = {row: number for number, part in enumerate(cuts) for row in part}
+    assert sorted(homes) == list(range(len(rows.lengths))) and sum(map(len, cuts)) == len(homes)
+    assert all(len({homes[row] for row in unit}) == 1 for unit in rows.members())
+    assert len({len(cut) for cut in plan.micro_batches}) == 1
+    for part, (n_units, tokens) in zip(cuts, rows.sizes(plan), strict=True):
+        assert n_units == len({rows.units[row] for row in part}) and tokens == rows.computed(part)
+        assert tokens <= (limits.max_tokens or tokens) and n_units <= (limits.max_rows or n_units)
+
+
+@given(groups_of_rows, st.integers(1, 4), st.integers(100, 400))
+def test_units_of_one_row_are_planned_as_rows(groups: list[tuple[int, list[int]]], n_ranks: int, cap: int) -> None:
+    rows, limits = shared_rows(groups), Limits(max_tokens=cap)
+    alone = replace(rows, units=range(len(rows.lengths)))
+    assert alone.plan(n_ranks, limits, attention_cost=1e-3) == rows.plan(n_ranks, limits, attention_cost=1e-3)
+    assert alone.unit_tokens() == rows.unit_tokens() == list(rows.lengths)
+
+
+def test_unit_over_the_limit_is_refused_with_the_tokens_of_its_parts() -> None:
+    rows = SharedRows([90, 20, 120], [0, 0, 0], [0, 1, 0], [7, 8, 7])
+    with pytest.raises(ValueError, match=r"^rows 0, 2 of one .* have 90 \+ 120 = 210 tokens, .* is 200: raise .* at least 210$"):
+        rows.plan(2, Limits(max_tokens=200))
+    assert sorted(map(len, rows.plan(2, Limits(max_tokens=210)).shards)) == [1, 2]
+    shared = replace(rows, prompts=[50, 0, 50])
+    with pytest.raises(ValueError, match=r"have 90 \+ 120 - 50 shared = 160 tokens"):
+        shared.plan(2, Limits(max_tokens=150))
+    assert replace(rows, units=None).plan(2, Limits(max_tokens=120)), "rows of their own fit"
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 2)), min_size=1, max_size=30), st.integers(1, 4), st.integers(0, 9))
+def test_rows_of_a_trajectory_share_a_mini_batch(rows: list[tuple[int, int]], n_groups: int, seed: int) -> None:
+    """A trajectory is in one group, whose rows are never separated. rows: (group, trajectory of the group)."""
+    parts = mini_batches([group % 3 for group, _ in rows], n_groups, seed=seed, groups=[group for group, _ in rows])
+    homes = [{rows[row] for row in part} for part in parts]
+    assert sum(map(len, homes)) == len(set(rows))
 
 
 def test_number_of_computed_tokens() -> None:

@@ -10,6 +10,7 @@ R below is the score of a response: the sum of all its token rewards. A group is
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -63,6 +64,19 @@ class AdvantageInputs:
         spread = per_row[self.rows()].to(self.token_rewards.dtype) * self.response_mask
         return Advantages(spread, spread)
 
+    def discount(self, factor: float, over: Literal["token", "turn"]) -> Tensor:
+        """Factor between each trained token and what follows it, float64 (N,) for N trained tokens.
+
+        over: "token": ``factor`` everywhere; "turn": ``factor`` after the last token of a turn, 1 within. A turn is a run of
+        trained tokens without an untrained one in between.
+        """
+        place = self.trained.nonzero()[:, 0]
+        factors = torch.full((len(place),), factor, dtype=torch.float64)
+        if over == "turn":
+            rows = self.rows()[place]
+            factors[:-1][(place.diff() == 1) & (rows.diff() == 0)] = 1.0
+        return factors
+
     def spread(self, values: Tensor) -> Tensor:
         """Scatter ``values`` of the trained tokens to their positions, 0 elsewhere: (T,)."""
         out = torch.zeros_like(self.token_rewards)
@@ -91,7 +105,8 @@ def gae(inputs: AdvantageInputs, config: AlgorithmConfig) -> Advantages:
 
     delta_t = r_t + gamma V(s_t+1) - V(s_t);  A_t = sum_l (gamma lam)^l delta_t+l;  returns = A + V (before whitening).
     Tokens outside response_mask are skipped, not discounted: the next token is the next one that is trained.
-    V after the last trained token is last_value if given, else 0.
+    V after the last trained token is last_value if given, else 0. gamma_over=turn: gamma and lambda are 1 between tokens of a
+    turn, so that all tokens of a turn have the same return, that of GAE over turns, and each its own V as baseline.
     """
     assert inputs.values is not None, "gae needs values"
     rewards, values = inputs.token_rewards[inputs.trained].double(), inputs.values[inputs.trained].double()
@@ -100,8 +115,9 @@ def gae(inputs: AdvantageInputs, config: AlgorithmConfig) -> Advantages:
     last_value = torch.zeros(len(counts)) if inputs.last_value is None else inputs.last_value
     # roll() moved the next row's first value to the end of each row; replace it. Rows without a trained token have no end.
     next_values[counts.cumsum(0)[counts > 0] - 1] = last_value[counts > 0].double()
-    deltas = rewards + config.gamma * next_values - values
-    advantages = discounted_to_come(deltas, counts, config.gamma * config.lam)
+    gamma = inputs.discount(config.gamma, config.gamma_over)
+    deltas = rewards + gamma * next_values - values
+    advantages = discounted_to_come(deltas, counts, inputs.discount(config.gamma * config.lam, config.gamma_over))
     # The critic regresses on the returns, which must keep the scale of V: they are taken before the whitening.
     return Advantages(inputs.spread(whiten(advantages)), inputs.spread(advantages + values))
 
@@ -112,14 +128,14 @@ def gae(inputs: AdvantageInputs, config: AlgorithmConfig) -> Advantages:
 @ADVANTAGES.register("reinforce")
 def reinforce(inputs: AdvantageInputs, config: AlgorithmConfig) -> Advantages:
     """Discounted reward to go without baseline (Williams 1992, doi:10.1007/BF00992696; Sutton & Barto 2018, section 13.3)."""
-    returns = inputs.spread(_rewards_to_come(inputs, config.gamma))
+    returns = inputs.spread(_discounted_rewards(inputs, config))
     return Advantages(returns, returns)
 
 
 @ADVANTAGES.register("reinforce_plus_plus")
 def reinforce_plus_plus(inputs: AdvantageInputs, config: AlgorithmConfig) -> Advantages:
     """Discounted reward to go, whitened over all tokens of the batch (Hu 2025, arXiv:2501.03262, REINFORCE++)."""
-    returns = _rewards_to_come(inputs, config.gamma)
+    returns = _discounted_rewards(inputs, config)
     return Advantages(inputs.spread(whiten(returns)), inputs.spread(returns))
 
 
@@ -127,7 +143,7 @@ def reinforce_plus_plus(inputs: AdvantageInputs, config: AlgorithmConfig) -> Adv
 def remax(inputs: AdvantageInputs, config: AlgorithmConfig) -> Advantages:
     """Reward to go minus the score of the prompt's greedy response (Li et al. 2023, arXiv:2310.10505, algorithm 1)."""
     assert inputs.baselines is not None, "remax needs baselines"
-    returns = _rewards_to_come(inputs, 1.0)
+    returns = _rewards_to_come(inputs)
     return Advantages(inputs.spread(returns - inputs.baselines[inputs.rows()[inputs.trained]].double()), inputs.spread(returns))
 
 
@@ -252,7 +268,7 @@ def optimal_token_baseline(inputs: AdvantageInputs, config: AlgorithmConfig) -> 
     first = counts.cumsum(0) - counts  # index of each row's first trained token among all trained tokens
     # Responses of a group are compared after the same number of sampled tokens, whatever was observed between them.
     position = torch.arange(len(rows)) - first[rows]
-    to_come = _rewards_to_come(inputs, 1.0)
+    to_come = _rewards_to_come(inputs)
 
     variance = 1 - 2 * inputs.old_log_probs[trained].double().exp() + inputs.sum_pi_squared[trained].double()
     if inputs.is_weights is not None:
@@ -281,9 +297,13 @@ def optimal_token_baseline(inputs: AdvantageInputs, config: AlgorithmConfig) -> 
     return Advantages(inputs.spread(to_come - baseline), inputs.spread(to_come))
 
 
-def _rewards_to_come(inputs: AdvantageInputs, gamma: float) -> Tensor:
+def _discounted_rewards(inputs: AdvantageInputs, config: AlgorithmConfig) -> Tensor:
     """Discounted reward to go at the trained tokens; tokens between them are skipped, not discounted."""
-    return discounted_to_come(inputs.token_rewards[inputs.trained], inputs.trained_counts(), gamma)
+    return _rewards_to_come(inputs, inputs.discount(config.gamma, config.gamma_over))
+
+
+def _rewards_to_come(inputs: AdvantageInputs, factor: float | Tensor = 1.0) -> Tensor:
+    return discounted_to_come(inputs.token_rewards[inputs.trained], inputs.trained_counts(), factor)
 
 
 def _centered(scores: Tensor, group: Tensor, size: Tensor) -> Tensor:

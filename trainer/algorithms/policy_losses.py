@@ -3,7 +3,9 @@
 To add one: write a function (PolicyLossInputs, ActorConfig) -> (loss (T,), metrics) and register it under the name that
 `actor_rollout_ref.actor.policy_loss.loss_mode` takes, here or in a file of your own (`loss_mode=my.py:mine`). Aggregation over
 tokens is separate (weights.py), so every loss works with every loss_agg_mode. Importance weights of the rollout correction
-are multiplied afterwards. A loss that needs statistics of the whole mini-batch also registers a ``prepare`` step.
+are multiplied afterwards. A loss that needs statistics of the whole mini-batch also registers a ``prepare`` step. A loss that
+computes with a whole response, such as a sequence ratio, declares needs={"trajectory"}: a response of several rows is then in one
+micro-batch, and the loss gets it as one row.
 
 In the equations x is log pi - log pi_old, and ratio exp(x). x is clamped to +-20, as in verl; where verl does not clamp, to
 +-80, the range in which exp fits float32.
@@ -26,7 +28,8 @@ class PolicyLossInputs:
     """Flat inputs of a policy loss; rows are never split.
 
     log_probs (with gradient), old_log_probs, advantages, response_mask (T,). lengths (B,). chosen (T,): the tokens selected by
-    the loss's ``prepare`` step, 1 or 0; None for a loss without one.
+    the loss's ``prepare`` step, 1 or 0; None for a loss without one. whole: rows are trajectories; always true for a loss with
+    needs={"trajectory"}, for others false where rows may be parts of trajectories (trajectories.py).
     """
 
     log_probs: Tensor
@@ -35,13 +38,22 @@ class PolicyLossInputs:
     response_mask: Tensor
     lengths: Tensor
     chosen: Tensor | None = None
+    whole: bool = True
 
     def log_ratio(self, bound: float = 20.0) -> Tensor:
         """x (T,), clamped to +-bound; 0 outside the mask, where columns may hold any value."""
         return torch.where(self.response_mask.bool(), self.log_probs - self.old_log_probs, 0.0).clamp(-bound, bound)
 
     def row_mean(self, values: Tensor) -> Tensor:
-        """Mean of ``values`` (T,) over each row's trained tokens, broadcast to every token of the row: (T,), differentiable."""
+        """Mean of ``values`` (T,) over each row's trained tokens, broadcast to every token of the row: (T,), differentiable.
+
+        Raises ValueError for parts of trajectories.
+        """
+        if not self.whole:
+            raise ValueError(
+                f"{POLICY_LOSSES.key}: the loss computes a mean over each response, and rows of this batch are parts of a "
+                'response; register it with needs={"trajectory"}'
+            )
         # Exact under any split into micro-batches: a row is never split.
         rows = row_ids(self.lengths.to(values.device))
         count = sum_by(self.response_mask, rows, len(self.lengths)).clamp(min=1.0)
@@ -70,7 +82,7 @@ def vanilla(inputs: PolicyLossInputs, config: ActorConfig) -> tuple[Tensor, Metr
     return loss, _metrics(inputs, log_ratio, clipped > unclipped, (surrogate > bound) & (advantages < 0))
 
 
-@POLICY_LOSSES.register("gspo")
+@POLICY_LOSSES.register("gspo", needs={"trajectory"})
 def gspo(inputs: PolicyLossInputs, config: ActorConfig) -> tuple[Tensor, Metrics]:
     """Clipped surrogate of the sequence ratio (Zheng et al. 2025, arXiv:2507.18071, GSPO-token).
 
@@ -109,7 +121,7 @@ def sapo(inputs: PolicyLossInputs, config: ActorConfig) -> tuple[Tensor, Metrics
     return -gate * inputs.advantages, _metrics(inputs, log_ratio, torch.zeros_like(gate))
 
 
-@POLICY_LOSSES.register("geo_mean", needs={"row_weights"})
+@POLICY_LOSSES.register("geo_mean", needs={"row_weights", "trajectory"})
 def geo_mean(inputs: PolicyLossInputs, config: ActorConfig) -> tuple[Tensor, Metrics]:
     """GMPO: geometric mean of the response's ratios, clipped per token (Zhao et al. 2025, arXiv:2507.20673).
 

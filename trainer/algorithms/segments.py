@@ -44,17 +44,18 @@ def group_ids(numbers: Tensor) -> tuple[Tensor, Tensor]:
     return group, size
 
 
-def discounted_to_come(values: Tensor, counts: Tensor, factor: float) -> Tensor:
+def discounted_to_come(values: Tensor, counts: Tensor, factor: float | Tensor) -> Tensor:
     """Discounted suffix sums sum_l factor^l values[t + l] within each row, float64 (N,).
 
-    values (N,): rows of ``counts`` (B,) entries, concatenated.
+    values (N,): rows of ``counts`` (B,) entries, concatenated. factor: a number, or that between each entry and the next (N,).
     """
     out = values.double().clone()
+    factors = torch.as_tensor(factor, dtype=torch.float64).expand(len(out))
     last = counts.cumsum(0) - 1
     # Backwards from the end of each row, all rows at once: as many iterations as the longest row has tokens, without padding.
     for step in range(1, int(counts.max()) if len(counts) else 0):
         here = (last - step)[counts > step]
-        out[here] += factor * out[here + 1]
+        out[here] += factors[here] * out[here + 1]
     return out
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TypeVar, cast
 
@@ -73,11 +74,14 @@ class RemoteModel:
         # The ranks that answer are those whose engine returns a batch, see Worker.build_model.
         return plan.collect(cast(list[Batch], self._call("forward", plan, needed, call)))
 
-    def train_step(self, mini_batch: Batch, columns: Sequence[str], *, rows: Sequence[str] = (), together: int = 1) -> Metrics:
+    def train_step(
+        self, mini_batch: Batch, columns: Sequence[str], *, rows: Sequence[str] = (), units: str | None = None
+    ) -> Metrics:
         """One optimizer step on a global mini-batch, which has the token column loss_weight.
 
-        columns, rows: token and row columns that the loss reads. together: every group of this number of consecutive rows
-        stays in one micro-batch, and limits and budget apply to groups instead of rows.
+        columns, rows: token and row columns that the loss reads. units: a row column; rows with equal values form a unit, which
+        stays in one micro-batch. Limits in rows, and the budget, count units. Raises ValueError if a unit exceeds the limit in
+        tokens.
 
         If memory runs out, the budget is halved. A rank that is alone repeats the step, and the metric out_of_memory counts
         the repetitions. Several ranks may hang in a collective by then: WorkerError of kind OutOfMemory is raised.
@@ -85,23 +89,22 @@ class RemoteModel:
         needed = mini_batch.only(
             tokens=["input_ids", "response_mask", "loss_weight", *columns], rows=[*rows, *sorted(PROMPT & mini_batch.rows.keys())]
         )
-        # The plan is made for units of `together` rows, and then translated to their rows.
-        units = [range(start, start + together) for start in range(0, len(mini_batch), together)]
-        shared = self._rows(mini_batch if together == 1 else Batch(mini_batch.lengths.view(-1, together).sum(1)))
+        shared = self._rows(mini_batch)
+        shared = shared if units is None else replace(shared, units=mini_batch.rows[units].tolist())
+        sizes = shared.unit_tokens()
         repeats = 0
         while True:
-            plan = self._plan(shared, self.budget.limits(self.train_limits, shared.lengths))
+            plan = self._plan(shared, self.budget.limits(self.train_limits, sizes))
             try:
-                rows_plan = plan.of_rows(units)
-                cuts = sharded(rows_plan.micro_batches)
-                call = role_call(self.role, ModelRole.train_step, sharded(rows_plan.split(needed)), cuts)
-                metrics = join_metrics(self._call("update", rows_plan, needed, call))
+                cuts = sharded(plan.micro_batches)
+                call = role_call(self.role, ModelRole.train_step, sharded(plan.split(needed)), cuts)
+                metrics = join_metrics(self._call("update", plan, needed, call))
                 break
             except WorkerError as error:
                 if error.kind not in ("OutOfMemory", "RepeatableOutOfMemory"):
                     raise
                 message = error.message.partition(": ")[2]
-                self.budget.halve(self.train_limits, shared.sizes(plan), max(shared.lengths), message)
+                self.budget.halve(self.train_limits, shared.sizes(plan), max(sizes), message)
                 # Only after halving: the budget outlives a restart.
                 if error.kind == "OutOfMemory":
                     raise

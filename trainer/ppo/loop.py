@@ -21,6 +21,7 @@ from trainer.algorithms.correction import is_enabled, mismatch, rollout_correcti
 from trainer.algorithms.kl import KLController, apply_kl_penalty
 from trainer.algorithms.losses.actor_loss import entropy_mask
 from trainer.algorithms.moments import RunningMoments, whitened
+from trainer.algorithms.trajectories import Trajectories
 from trainer.checkpoint.manifest import check_weights
 from trainer.checkpoint.resume import find_up_to
 from trainer.cluster.concurrency import Together
@@ -221,12 +222,13 @@ class Loop:
             self.trainer.metrics |= plain_numbers(mismatch(tokens["old_log_probs"], tokens["rollout_log_probs"], fresh))
         if not is_enabled(config):
             return Batch(batch.lengths)
-        found = rollout_correction(
-            tokens["old_log_probs"], tokens["rollout_log_probs"], tokens["response_mask"], batch.lengths, config
-        )
+        trajectories = Trajectories.of(batch)
+        columns = ("old_log_probs", "rollout_log_probs", "response_mask")
+        old, rollout, mask = (trajectories.gather(tokens[name]) for name in columns)
+        found = rollout_correction(old, rollout, mask, trajectories.lengths, config)
         self.trainer.metrics |= found.metrics
         weights = {} if found.weights is None else {"is_weights": found.weights}
-        return Batch(batch.lengths, tokens={"kept_mask": found.mask} | weights)
+        return trajectories.split_columns({"kept_mask": found.mask} | weights)
 
     def ref_log_probs(self, batch: Batch) -> Batch:
         """Reference columns that the KL penalties of loss and reward need; no columns without a reference."""
@@ -253,18 +255,20 @@ class Loop:
 
     def advantages(self, batch: Batch) -> Batch:
         """Advantages and returns from the token rewards, after the KL penalty if algorithm.use_kl_in_reward."""
-        algorithm, tokens = self.config.algorithm, batch.tokens
+        algorithm = self.config.algorithm
         with self.trainer.phases("adv"):
-            rewards = tokens["token_level_scores"]
+            trajectories = Trajectories.of(batch)
+            whole = trajectories.joined(batch)
+            rewards = whole.tokens["token_level_scores"]
             if algorithm.use_kl_in_reward:
-                rewards, penalty = apply_kl_penalty(batch, rewards, algorithm, self.kl)
+                rewards, penalty = apply_kl_penalty(whole, rewards, algorithm, self.kl)
                 self.trainer.metrics |= penalty
-            result = ADVANTAGES[algorithm.adv_estimator](advantage_inputs(batch, rewards, algorithm), algorithm)
+            result = ADVANTAGES[algorithm.adv_estimator](advantage_inputs(whole, rewards, algorithm), algorithm)
             advantages, over = result.advantages, algorithm.whiten_advantages
             if over is not None:
-                advantages = whitened(advantages, tokens["response_mask"], batch.lengths, batch.rows["group"], over)
+                advantages = whitened(advantages, whole.tokens["response_mask"], whole.lengths, whole.rows["group"], over)
         columns = {"token_level_rewards": rewards, "advantages": advantages, "returns": result.returns}
-        return Batch(batch.lengths, tokens=columns)
+        return trajectories.split_columns(columns)
 
     def loss_mask(self, batch: Batch) -> Batch:
         """Restrict response_mask to the tokens that the losses train on; sampled_mask keeps what it was. Add entropy_mask.
@@ -272,12 +276,14 @@ class Loop:
         Excludes rejected tokens, and truncated responses if algorithm.truncated_answers=mask. Advantages were computed over the
         complete responses, so the reward of a rejected token still reaches the tokens before it.
         """
-        sampled = batch.tokens["response_mask"]
-        mask = batch.tokens.get("kept_mask", sampled)
+        trajectories = Trajectories.of(batch)
+        whole = trajectories.joined(batch)
+        sampled = whole.tokens["response_mask"]
+        mask = whole.tokens.get("kept_mask", sampled)
         if self.config.algorithm.truncated_answers == "mask":
-            mask = mask * batch.rows["finished"].bool()[batch.segment_ids()]
+            mask = mask * whole.rows["finished"].bool()[whole.segment_ids()]
         columns = {"response_mask": mask, "sampled_mask": sampled, "entropy_mask": entropy_mask(mask)}
-        return Batch(batch.lengths, tokens=columns)
+        return trajectories.split_columns(columns)
 
     def update(self, step: int, batch: Batch) -> None:
         """Update critic and actor; the actor is frozen for the first trainer.critic_warmup steps."""

@@ -382,6 +382,7 @@ class Assembly:
             columns=loss.columns if self.ptx is None else (*loss.columns, "ptx"),
             prepare=loss.prepare if loss.needs_preparation else None,
             extend=self.ptx.extend if self.ptx is not None else None,
+            needs_trajectory="trajectory" in loss.config.needs,
         )
 
     def critic_update(self) -> UpdateSpec:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from configs.schema.common import AggMode
+from trainer.algorithms.trajectories import PART, Trajectories
 from trainer.algorithms.weights import token_weights
 from trainer.cluster.remote import RemoteModel
 from workers.batch import Batch
@@ -27,7 +28,8 @@ class UpdateSpec:
 
     groups: prompt groups per mini-batch. columns: token columns that the loss reads. norm_length: divisor of
     seq-mean-token-sum-norm, in tokens. prepare: None for a loss that needs no statistics of the mini-batch. extend: appends rows
-    with their own loss weights to a mini-batch (auxiliary pretraining loss); None: no such rows.
+    with their own loss weights to a mini-batch (auxiliary pretraining loss); None: no such rows. needs_trajectory: the loss gets
+    all rows of a trajectory in one micro-batch.
     """
 
     epochs: int
@@ -39,6 +41,7 @@ class UpdateSpec:
     seed: int
     prepare: Prepare | None = None
     extend: Callable[[Batch], Batch] | None = None
+    needs_trajectory: bool = False
 
     def updates_a_step(self, prompts: int) -> int:
         """Number of optimizer steps in a training step of ``prompts`` prompts."""
@@ -65,10 +68,15 @@ def update(model: RemoteModel, batch: Batch, spec: UpdateSpec, step: int, watch:
                 mini, loss_metrics = spec.prepare(mini | model.forward(mini, ["log_probs"]), generator)
             # Over the global mini-batch, before it is split: gradients of micro-batches and ranks are summed, never averaged.
             # After prepare, which may reject tokens by changing response_mask.
-            weights = token_weights(spec.agg_mode, mini.tokens["response_mask"], mini.lengths, spec.norm_length)
-            mini = mini.with_tokens(loss_weight=weights)
+            trajectories = Trajectories.of(mini)
+            mask = trajectories.gather(mini.tokens["response_mask"])
+            weights = token_weights(spec.agg_mode, mask, trajectories.lengths, spec.norm_length)
+            mini = mini.with_tokens(loss_weight=trajectories.split(weights))
             mini = mini if spec.extend is None else spec.extend(mini)
-            history.append(plain_numbers(model.train_step(mini, spec.columns)) | loss_metrics)
+            # Parts of a trajectory are sent with their names; only some losses need them in one micro-batch.
+            named = () if trajectories.are_rows else PART
+            units = "trajectory" if named and spec.needs_trajectory else None
+            history.append(plain_numbers(model.train_step(mini, spec.columns, rows=named, units=units)) | loss_metrics)
             watch(mini, history[-1])
     applied = [metrics for metrics in history if not metrics["skipped_updates"]]
     return _means(applied or history) | {"skipped_updates": float(len(history) - len(applied))}

@@ -8,6 +8,7 @@ from fractions import Fraction
 import torch
 
 from configs.schema.ppo import FilterGroupsConfig
+from trainer.algorithms.trajectories import Trajectories
 from trainer.data.dataset import Prompt, PromptStream
 from trainer.rollout.group_filtering import Tally, group_verdicts, metric_values
 from trainer.rollout.rounds import Rounds
@@ -93,7 +94,8 @@ class KeptGroups:
         rounds: see Tally. Raises ValueError if, after a complete round, no response of the step has a score.
         """
         scored, tally = self._sampler.drop_failed(answered), self.tally
-        values, groups = metric_values(scored, tally.config.metric), scored.rows["group"].tolist()
+        whole = Trajectories.of(scored).joined(scored)
+        values, groups = metric_values(whole, tally.config.metric), whole.rows["group"].tolist()
         verdicts = group_verdicts([prompt.ordinal for prompt in asked], groups, values, self._sampler.n)
         tally.add(verdicts.values(), values, rounds)
         if tally.rounds >= 1:
@@ -101,7 +103,7 @@ class KeptGroups:
         kept = [prompt for prompt in asked if verdicts[prompt.ordinal] == "kept"]
         self._parts.append(select_groups(scored, [prompt.ordinal for prompt in kept]))
         self.prompts += kept
-        self._failed += len(answered) - len(scored)
+        self._failed += len(Trajectories.of(answered)) - len(whole)
         return len(kept)
 
     def batch(self, groups: Sequence[int]) -> Batch:

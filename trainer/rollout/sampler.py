@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from configs.schema.ppo import RewardConfig
 from trainer.algorithms.segments import counts_in, last_in, sum_by
+from trainer.algorithms.trajectories import Trajectories
 from trainer.cluster.watchdog import Watchdog
 from trainer.data.dataset import Prompt, PromptStream
 from trainer.resilience.rollback import Rollbacks
@@ -115,8 +116,12 @@ class Sampler:
         self.left_out = []
         batch = self.policy.batch(self, step, prompts, phases, overlap)
         # After filtering: running moments and group statistics are those of the rows that are trained on.
-        reward, baseline = self.shaping(batch.rows["reward"], batch.rows["group"], batch.rows.get("baseline"))
-        batch = batch.with_rows(reward=reward, **({} if baseline is None else {"baseline": baseline}))
+        trajectories = Trajectories.of(batch)
+        whole = trajectories.joined(batch).rows
+        of_row = trajectories.of_row
+        reward, baseline = self.shaping(whole["reward"], whole["group"], whole.get("baseline"))
+        reward = reward[of_row]
+        batch = batch.with_rows(reward=reward, **({} if baseline is None else {"baseline": baseline[of_row]}))
         return batch.with_tokens(token_level_scores=token_rewards(batch, reward))
 
     @property
@@ -128,12 +133,14 @@ class Sampler:
         """``answered`` without rows whose reward failed, with meta["metrics"]."""
         scored = self.drop_failed(answered)
         check_some_scored(answered, len(scored))
-        failed = {"reward/failed": len(answered) - len(scored)} | self.failures.metrics()
+        n_failed = len(Trajectories.of(answered)) - len(Trajectories.of(scored))
+        failed = {"reward/failed": n_failed} | self.failures.metrics()
         return scored.with_meta({"metrics": failed | answered.meta.get("metrics", {})})
 
     def drop_failed(self, batch: Batch) -> Batch:
-        """Remove the rows whose reward failed and add them to ``left_out``; the result may be empty."""
-        failed = batch.rows["reward_failed"]
+        """Remove the trajectories whose reward failed and add them to ``left_out``; the result may be empty."""
+        trajectories = Trajectories.of(batch)
+        failed = batch.rows["reward_failed"][trajectories.last][trajectories.of_row]
         if not failed.any():
             return batch
         self.left_out.append(batch.select(failed.nonzero().flatten()))
@@ -172,13 +179,16 @@ class Sampler:
 
     def with_penalties(self, batch: Batch) -> Batch:
         """Add rows reward (score plus penalties) and, with_baselines, baseline (of the greedy response, which is removed)."""
-        penalty = overlong_penalty(counts_in(batch.tokens["response_mask"], batch.lengths), self.reward.reward_kwargs)
+        trajectories = Trajectories.of(batch)
+        whole = trajectories.joined(batch)
+        penalty = overlong_penalty(counts_in(whole.tokens["response_mask"], whole.lengths), self.reward.reward_kwargs)
+        penalty = penalty[trajectories.of_row]
         if self.reward.reward_kwargs.overlong_buffer_cfg.log:
             batch.objects["reward_extra"] = [
                 extra | {"overlong_reward": value, "overlong": float(value < 0)}
                 for extra, value in zip(batch.objects["reward_extra"], penalty.tolist(), strict=True)
             ]
-        penalty = penalty + missing_eos_penalty(batch.rows["finished"], self.reward.missing_eos_penalty)
+        penalty = penalty + missing_eos_penalty(whole.rows["finished"], self.reward.missing_eos_penalty)[trajectories.of_row]
         batch = batch.with_rows(reward=batch.rows["score"] + penalty)
         # After the penalties: a baseline is the reward of the greedy response, penalties included.
         return split_baselines(batch, self.n) if self.with_baselines else batch
@@ -314,13 +324,16 @@ class Sampler:
 def token_rewards(batch: Batch, reward: Tensor) -> Tensor:
     """Distribute ``reward`` (B,) over tokens (T,): model_rewards at their tokens, the remainder at the last sampled token.
 
-    The last token of a row may be an observation, whose reward no estimator that works by token would read.
+    A trajectory of several rows has its reward once, that of its last part. The last token of a row may be an observation, whose
+    reward no estimator that works by token would read.
     """
-    # The remainder keeps each row's sum equal to its reward, whatever penalties and shaping have changed since scoring.
-    found = batch.tokens.get("model_rewards", torch.zeros(batch.total_tokens)).clone()
-    last = batch.offsets[:-1] + last_in(batch.tokens["response_mask"], batch.lengths)
-    found[last] += reward - sum_by(found, batch.segment_ids(), len(batch)).float()
-    return found
+    trajectories = Trajectories.of(batch)
+    whole = trajectories.joined(batch)
+    # The remainder keeps each sum equal to the reward, whatever penalties and shaping have changed since scoring.
+    found = whole.tokens.get("model_rewards", torch.zeros(whole.total_tokens)).clone()
+    last = whole.offsets[:-1] + last_in(whole.tokens["response_mask"], whole.lengths)
+    found[last] += reward[trajectories.last] - sum_by(found, whole.segment_ids(), len(whole)).float()
+    return trajectories.split(found)
 
 
 def describe(asked: Sequence[Prompt], texts: Sequence[str], scores: Sequence[Score]) -> dict[str, list]:
@@ -342,16 +355,17 @@ def split_baselines(batch: Batch, n: int) -> Batch:
     """
     is_greedy = batch.rows["sample"] == n
     greedy = batch.select(is_greedy.nonzero().flatten())
+    greedy = Trajectories.of(greedy).joined(greedy)
     samples = batch.select((~is_greedy).nonzero().flatten())
-    failed = greedy.rows["reward_failed"].repeat_interleave(n)
-    errors = [error for error in greedy.objects["reward_error"] for _ in range(n)]
+    groups, order = greedy.rows["group"].sort()
+    of_row = order[torch.searchsorted(groups, samples.rows["group"])]
+    errors = [greedy.objects["reward_error"][i] for i in of_row.tolist()]
     samples.objects["reward_error"] = [
         error if error is not None or baseline_error is None else f"of the greedy answer: {baseline_error}"
         for error, baseline_error in zip(samples.objects["reward_error"], errors, strict=True)
     ]
-    return samples.with_rows(
-        baseline=greedy.rows["reward"].repeat_interleave(n), reward_failed=samples.rows["reward_failed"] | failed
-    )
+    failed = samples.rows["reward_failed"] | greedy.rows["reward_failed"][of_row]
+    return samples.with_rows(baseline=greedy.rows["reward"][of_row], reward_failed=failed)
 
 
 def check_some_scored(answered: Batch, n_scored: int) -> None:

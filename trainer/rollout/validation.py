@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from trainer.algorithms.trajectories import Trajectories
 from trainer.data.dataset import PromptDataset
 from trainer.rollout.sampler import Sampler
 from trainer.run.timing import Phases
@@ -38,9 +39,9 @@ class Validation:
         for start in range(0, len(self.data), self.batch_size):
             prompts = [self.data[row] for row in range(start, min(start + self.batch_size, len(self.data)))]
             # Its own Phases: the time is reported as «testing», not added to the step's generation and reward phases.
-            parts.append(
-                self.sampler.generate_and_score(prompts, self.n, self.sampling, Phases(), purpose="validation", step=step)
-            )
+            part = self.sampler.generate_and_score(prompts, self.n, self.sampling, Phases(), purpose="validation", step=step)
+            # Before the next part, whose trajectories have the same numbers.
+            parts.append(Trajectories.of(part).joined(part))
         batch = Batch.concat(parts)
         scored = batch.select((~batch.rows["reward_failed"]).nonzero().flatten())
         metrics = {"val/reward_failed": float(len(batch) - len(scored))}

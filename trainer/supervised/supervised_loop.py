@@ -41,7 +41,7 @@ class SupervisedLoop:
     def train(self, step: int, batch: Batch) -> None:
         """Run one optimizer step on a global mini-batch of T tokens and record its metrics."""
         trainer = self.trainer
-        metrics = plain_numbers(self.model.train_step(batch, columns=(), rows=self.task.rows, together=self.task.together))
+        metrics = plain_numbers(self.model.train_step(batch, columns=(), rows=self.task.rows, units=self.task.unit))
         trainer.health.skipped_updates.record("model", step, batch, metrics)
         self.model.budget.tell(trainer.events, step)
         trainer.metrics |= {name if "/" in name else f"train/{name}": value for name, value in metrics.items()}

@@ -32,12 +32,12 @@ from workers.engine.hf.hf_model import vocab_size
 class Task(Protocol):
     """A supervised task: data, loss, validation.
 
-    together: number of consecutive rows that form a unit of the data and stay in one micro-batch. rows: row columns that the loss
-    reads. notices: warnings about the data.
+    unit: row column whose values number the units of the data; rows of a unit stay in one micro-batch. None: a unit is a row.
+    rows: row columns that the loss reads. notices: warnings about the data.
     """
 
     head: Head
-    together: int
+    unit: str | None
     rows: tuple[str, ...]
     model: ModelConfig
     loss: LossSpec
@@ -60,7 +60,7 @@ class SFTTask:
     """Task of supervised fine-tuning. A unit of the data is a row of the files: a pair or a conversation."""
 
     head: Head = "lm"
-    together = 1
+    unit: str | None = None
     rows: tuple[str, ...] = ()
     loss = LossSpec("trainer.algorithms.losses.sft_loss:NextTokenLoss", None)
 
@@ -117,7 +117,7 @@ class RewardModelTask:
     """Task of reward-model training. A unit of the data is a pair, two adjacent rows: chosen, rejected."""
 
     head: Head = "reward"
-    together = 2
+    unit: str | None = "uid"
     rows: tuple[str, ...] = ("uid", "side", "margin")
 
     def __init__(self, config: RewardModelConfig, tokenizer: PreTrainedTokenizerBase) -> None:

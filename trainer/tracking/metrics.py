@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from trainer.algorithms.segments import counts_in, first_in, group_ids, sum_by
+from trainer.algorithms.trajectories import Trajectories
 from trainer.run.timing import WHOLE_STEP, Phases
 from workers.batch import Batch
 
@@ -28,7 +29,7 @@ UNNAMED = "prompts"
 
 
 def data_metrics(batch: Batch, max_prompt_length: int) -> dict[str, float]:
-    """Statistics of scores, rewards, advantages, returns, values and lengths of a step.
+    """Statistics of scores, rewards, advantages, returns, values and lengths of a step; by trajectory where it has several rows.
 
     batch: tokens response_mask, sampled_mask, token_level_rewards (after any KL penalty), advantages, returns, and values if
     there is a critic; rows group, score, finished (1: stopped, 0: truncated at the length limit).
@@ -39,6 +40,7 @@ def data_metrics(batch: Batch, max_prompt_length: int) -> dict[str, float]:
     of at least ``max_prompt_length`` tokens. ``training/zero_signal_groups`` is the fraction of groups without any trained token
     that has a non-zero advantage.
     """
+    batch = Trajectories.of(batch).joined(batch)
     mask = batch.tokens["response_mask"].bool()
     sampled = batch.tokens["sampled_mask"]
     prompts = first_in(sampled, batch.lengths).double()
@@ -65,11 +67,12 @@ def data_metrics(batch: Batch, max_prompt_length: int) -> dict[str, float]:
 
 
 def reward_metrics(batch: Batch, data_sources: Collection[str]) -> dict[str, float]:
-    """Additional numbers that the reward function returned, and scores by data source if there are several.
+    """Additional numbers that the reward function returned, and scores by data source if there are several; by trajectory.
 
     batch: rows score, finished; objects data_source, reward_extra. data_sources: of the training data; a step may lack some.
     ``reward/<name>/mean`` and ``reward/<name>/std`` are over the responses for which the number was returned.
     """
+    batch = Trajectories.of(batch).joined(batch)
     numbers: dict[str, list[float]] = {}
     for extra in batch.objects["reward_extra"]:
         for name, value in extra.items():

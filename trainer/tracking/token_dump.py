@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from trainer.algorithms.segments import first_in
+from trainer.algorithms.trajectories import Trajectories
 from trainer.cluster.remote import RemoteModel
 from trainer.run.run_dir import ANSWERS, GLOBAL_STEP, LineWriter, json_line
 from trainer.tracking.sample_dump import text_of
@@ -27,7 +28,7 @@ KEPT_STEPS = 50
 """Maximum number of dumped steps, evenly spaced over the run."""
 FORWARD_EVERY = 10
 """Minimum interval in steps if the log-probs need a forward pass of their own, which takes a tenth of a step in a small run."""
-KEPT_ROWS = 8  # rows of a dumped step, from the lowest to the highest score
+KEPT_ROWS = 8  # trajectories of a dumped step, from the lowest to the highest score
 KEPT_TOKENS = 512  # first tokens of a response
 SHOWN_STEPS = 3  # last steps in the report, shown with all rows
 BROKEN = "\ufffd"  # replacement character: the token ends or begins within a character
@@ -46,7 +47,7 @@ class ResponseLog:
         self._forwards = forwards
 
     def record(self, step: int, batch: Batch, actor: RemoteModel) -> None:
-        """Dump rows of the step, if it is one of those that are kept. Called before the update, which changes the log-probs.
+        """Dump trajectories of a step that is kept. Called before the update, which changes the log-probs.
 
         batch: tokens input_ids, sampled_mask, rollout_log_probs, advantages, and old_log_probs unless ``forwards``; rows uid,
         trajectory, part, score; objects prompt, ground_truth.
@@ -54,38 +55,41 @@ class ResponseLog:
         if step % self._every and step != self._total_steps:
             return
         # At least one row per data-parallel rank for the forward pass; only KEPT_ROWS of them are written.
-        few = batch.select(spread(batch.rows["score"], max(KEPT_ROWS, len(actor.mesh.output_ranks))))
+        trajectories = Trajectories.of(batch)
+        chosen = spread(batch.rows["score"][trajectories.last], max(KEPT_ROWS, len(actor.mesh.output_ranks)))
+        few = batch.select(torch.isin(trajectories.of_row, chosen).nonzero().flatten())
         if self._forwards:
             # All sampled tokens, also those that the loss excludes. Those observed between them have 0, as in rollout_log_probs.
             sampled = few.with_tokens(response_mask=few.tokens["sampled_mask"])
             trainers = actor.forward(sampled, ["log_probs"]).tokens["log_probs"]
         else:
             trainers = few.tokens["old_log_probs"]
-        lines = [
-            json_line({GLOBAL_STEP: step, **self._entry(few, row, trainers)})
-            for row in spread(few.rows["score"], KEPT_ROWS).tolist()
-        ]
+        # Each row from its first sampled token on: what precedes it is the prompt or, in a later part, a repeated context.
+        first = first_in(few.tokens["sampled_mask"], few.lengths)[few.segment_ids()]
+        few = few.with_tokens(trainer=trainers, shown=few.positions() >= first)
+        few = Trajectories.of(few).joined(few)
+        lines = [json_line({GLOBAL_STEP: step, **self._entry(few, i)}) for i in spread(few.rows["score"], KEPT_ROWS).tolist()]
         file = LineWriter(self._path)
         file.write("".join(lines))
         file.close()
 
-    def _entry(self, batch: Batch, row: int, trainers: Tensor) -> dict[str, Any]:
-        """One row as JSON. trainers (T,): the trainer's log-probs."""
+    def _entry(self, batch: Batch, row: int) -> dict[str, Any]:
+        """One trajectory as JSON. batch: tokens trainer (the trainer's log-probs) and shown, besides those of ``record``."""
         start, end = batch.offsets[row : row + 2].tolist()
-        start += int(first_in(batch.tokens["sampled_mask"], batch.lengths)[row])
-        cut = slice(start, min(end, start + KEPT_TOKENS))
+        shown = start + batch.tokens["shown"][start:end].nonzero().flatten()
+        cut = shown[:KEPT_TOKENS]
         return {
             "uid": int(batch.rows["uid"][row]),
-            # With these two the row is found in the step's parquet file.
+            # With these two the row of the last part is found in the step's parquet file.
             "trajectory": int(batch.rows["trajectory"][row]),
             "part": int(batch.rows["part"][row]),
             "prompt": batch.objects["prompt"][row],
             "ground_truth": text_of(batch.objects["ground_truth"][row]),
             "score": float(batch.rows["score"][row]),
-            "length": end - start,
+            "length": len(shown),
             "tokens": pieces(self._tokenizer, batch.tokens["input_ids"][cut].tolist()),
             "rollout": rounded(batch.tokens["rollout_log_probs"][cut]),
-            "trainer": rounded(trainers[cut]),
+            "trainer": rounded(batch.tokens["trainer"][cut]),
             "advantages": rounded(batch.tokens["advantages"][cut]),
         }
 

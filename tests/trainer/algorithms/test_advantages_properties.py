@@ -382,3 +382,54 @@ def test_group_estimators_by_their_definition(seed: int) -> None:
     total = 0.7 * centred(answers, answers.scores, by_std=True) + 2.0 * centred(answers, answers.baselines, by_std=True)
     found = compute("gdpo", answers, gdpo_reward_weights=[0.7, 2.0], **STD)
     equal(found[marked], white((total[:, None] * answers.mask)[marked]), 1e-6)
+
+
+def plain_turns(row: list[tuple[float, float, float]], gamma: float, lam: float) -> list[float]:
+    """Returns of one response by GAE over its turns. row: (mask, reward, V) of each token; rewards at a turn's last token."""
+    turns: list[list[tuple[float, float]]] = []
+    before = 0.0
+    for mask, reward, value in row:
+        if mask and not before:
+            turns.append([])
+        if mask:
+            turns[-1].append((reward, value))
+        before = mask
+    returns: list[float] = []
+    ahead, following = 0.0, 0.0
+    for turn in reversed(turns):
+        start = turn[0][1]
+        ahead = sum(reward for reward, _ in turn) + gamma * following - start + gamma * lam * ahead
+        returns = [ahead + start] * len(turn) + returns
+        following = start
+    return returns
+
+
+@few
+@given(seeds)
+def test_gamma_over_turns_is_gae_of_turns_whose_tokens_have_one_return(seed: int) -> None:
+    """Turn-level rewards; each token's own V is its baseline. Reward to go is the same without values."""
+    a = draw(seed)
+    ends = a.mask * (1 - torch.nn.functional.pad(a.mask, (0, 1))[:, 1:])
+    rewards = torch.randn(a.mask.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) * ends
+    options = {"gamma": 0.9, "lam": 0.7, "gamma_over": "turn"}
+    _, returns = padded.advantages("gae", rewards, a.mask, a.groups, values_BR=a.values, **options)
+    _, to_go = padded.advantages("reinforce", rewards, a.mask, a.groups, **options)
+    for lam, values, found in ((0.7, a.values, returns), (1.0, torch.zeros_like(a.values), to_go)):
+        for mask, reward, value, row in zip(a.mask, rewards, values, found, strict=True):
+            expected = plain_turns(list(zip(mask.tolist(), reward.tolist(), value.tolist(), strict=True)), 0.9, lam)
+            torch.testing.assert_close(row[mask > 0], torch.tensor(expected, dtype=torch.float64), rtol=1e-10, atol=1e-12)
+
+
+@few
+@given(seeds)
+def test_turns_of_one_token_are_discounted_as_tokens(seed: int) -> None:
+    a = draw(seed)
+    spaced = torch.stack([torch.zeros_like(a.mask), a.mask], -1).flatten(1)
+    rewards, values = (torch.stack([torch.zeros_like(x), x], -1).flatten(1) for x in (a.rewards(), a.values))
+    found = [
+        padded.advantages(name, rewards, spaced, a.groups, values_BR=values, gamma=0.9, lam=0.7, gamma_over=over)
+        for name in ("gae", "reinforce", "reinforce_plus_plus")
+        for over in ("token", "turn")
+    ]
+    for by_token, by_turn in zip(found[::2], found[1::2], strict=True):
+        assert all(map(torch.equal, by_token, by_turn))

@@ -162,13 +162,46 @@ class Paired(Mirror):
 def test_rows_of_a_pair_are_in_one_micro_batch() -> None:
     sizes = [1, 9, 4, 4, 10, 1, 2, 3, 6, 6]
     ones = torch.ones(sum(sizes))
-    batch = numbered(sizes).with_tokens(response_mask=ones, loss_weight=ones).with_rows(side=torch.tensor([1, -1] * 5))
+    batch = (
+        numbered(sizes)
+        .with_tokens(response_mask=ones, loss_weight=ones)
+        .with_rows(side=torch.tensor([1, -1] * 5), uid=torch.arange(5).repeat_interleave(2))
+    )
     with LocalBackend() as backend:
         actor = start(backend.start_group("workers", ResourcePool((2,), "cpu", "pool"), Paired))
-        together = actor.train_step(batch, (), rows=("side",), together=2)
+        together = actor.train_step(batch, (), rows=("side",), units="uid")
         alone = actor.train_step(batch, (), rows=("side",))
     assert together["torn"].value == 0 < alone["torn"].value
     assert together["cuts"].value >= 4 and together["most"].value == 12
+
+
+class Fails(Mirror):
+    """Its memory has room for two units of three rows, 12 tokens."""
+
+    def train_step(self, batch: Batch, plan: MicroBatches) -> dict[str, Metric]:
+        tokens = [int(batch.lengths[list(part)].sum()) for part in plan]
+        if max(tokens) > 12:
+            raise RuntimeError("out of memory")
+        return {"flops": Metric.sum(0.0), "cuts": Metric.sum(len(plan)), "most": Metric.max(max(tokens))}
+
+
+def test_unit_over_the_limit_is_refused_and_limits_in_rows_count_units() -> None:
+    sizes = [3, 5, 1, 4, 2, 2]
+    ones = torch.ones(sum(sizes))
+    batch = numbered(sizes).with_tokens(response_mask=ones, loss_weight=ones)
+    batch = batch.with_rows(trajectory=torch.tensor([8, 8, 9, 8, 7, 7]), part=torch.tensor([0, 1, 0, 2, 0, 1]))
+    with LocalBackend() as backend:
+        actor = start(backend.start_group("workers", ResourcePool((1,), "cpu", "pool"), Fails))
+        assert actor.train_step(batch, (), units="trajectory")["most"].value == 12
+        refused = r"^rows 0, 1, 3 of one .* 3 \+ 5 \+ 4 = 12 tokens, .* is 11: raise .* to at least 12$"
+        with pytest.raises(ValueError, match=refused):
+            actor.train_limits = Limits(max_tokens=11)
+            actor.train_step(batch, (), rows=("part",), units="trajectory")
+        assert actor.train_step(batch, ())["most"].value == 9, "rows alone fit"
+        actor.train_limits = Limits(max_rows=1)
+        assert actor.train_step(batch, (), units="trajectory")["cuts"].value == 3
+        actor.train_limits, actor.budget.most = Limits(max_tokens=20), Limits(max_tokens=3)
+        assert actor.train_step(batch, (), units="trajectory")["most"].value == 12, "a budget never forbids the largest unit"
 
 
 class Sharing(Mirror):

@@ -1,6 +1,10 @@
-"""Observation tokens (holes in response_mask): the algorithms of a step compute as if they were not there."""
+"""Observation tokens (holes in response_mask), and trajectories of several rows.
+
+The algorithms of a step compute as if observations were not there, and as if the parts of a trajectory were one row.
+"""
 
 from dataclasses import dataclass, field, replace
+from functools import cache
 from types import SimpleNamespace
 from typing import Any, cast, get_args
 
@@ -10,6 +14,7 @@ from torch import Tensor
 
 from configs.schema.common import AggMode, KLKind
 from configs.schema.ppo import PPOConfig
+from tests.trainer.algorithms.parts import in_parts
 from tests.trainer.algorithms.plain import defaults
 from trainer.algorithms.advantages import ADVANTAGES
 from trainer.algorithms.kl import KLController
@@ -20,9 +25,11 @@ from trainer.ppo.loop import Loop
 from trainer.ppo.update import UpdateSpec, update
 from trainer.rollout.sampler import token_rewards
 from trainer.run.timing import Phases
-from trainer.tracking.metrics import data_metrics
+from trainer.tracking.metrics import data_metrics, reward_metrics
 from workers.batch import Batch
-from workers.metric import Metric, Metrics
+from workers.engine.micro_batch import micro_batch, weighted
+from workers.metric import Metric, Metrics, join_metrics
+from workers.plan import Limits, SharedRows
 
 LOG_PROBS = ("rollout_log_probs", "old_log_probs", "ref_log_probs", "log_probs")
 PLAIN = {"rollout_is": None, "rollout_rs": None, "rollout_rs_threshold": None, "bypass_mode": False}
@@ -85,7 +92,7 @@ def with_other_observations(batch: Batch, seed: int) -> Batch:
     for name, column in batch.tokens.items():
         other = 25 * torch.randn(len(column), generator=g, dtype=torch.float64)
         other = -other.abs() if name in LOG_PROBS else other.abs() if name == "entropy" else other
-        columns[name] = column if name == "response_mask" else torch.where(trained, column, other)
+        columns[name] = column if name in ("response_mask", "serial") else torch.where(trained, column, other)
     return batch.with_tokens(**columns)
 
 
@@ -98,23 +105,51 @@ def without_observations(batch: Batch) -> Batch:
 
 @dataclass
 class Model:
-    """Stands in for RemoteModel: the current log-probs, entropy and values are columns. trained: mini-batches with gradients."""
+    """Stands in for RemoteModel: the current log-probs, entropy and values are columns. trained: mini-batches with gradients.
+
+    ranks, limits: of the plan; limits None: the mini-batch is one micro-batch. torn: number of micro-batches with a row of a
+    trajectory that has another row elsewhere.
+    """
 
     loss: ActorLoss | CriticLoss
+    ranks: int = 1
+    limits: Limits | None = None
     trained: list[Batch] = field(default_factory=list)
+    torn: int = 0
 
     def forward(self, batch: Batch, outputs: list[str]) -> Batch:
         return Batch(batch.lengths, {name: batch.tokens[name] for name in outputs})
 
-    def train_step(self, mini: Batch, columns: tuple[str, ...]) -> Metrics:
+    def train_step(
+        self, mini: Batch, columns: tuple[str, ...], *, rows: tuple[str, ...] = (), units: str | None = None
+    ) -> Metrics:
         outputs = {name: mini.tokens[name].clone().requires_grad_() for name in ("log_probs", "entropy")}
         outputs |= {"sampled_entropy": mini.tokens["entropy"].clone(), "values": (mini.tokens["values"] + 0.3).requires_grad_()}
-        loss, metrics = self.loss(outputs, mini)
-        total = (loss * mini.tokens["loss_weight"]).sum()
-        total.backward()
+        total, all_metrics = torch.zeros((), dtype=torch.float64), []
+        sent = mini.with_tokens(place=torch.arange(mini.total_tokens)).only(
+            tokens=["place", "response_mask", "loss_weight", *columns], rows=rows
+        )
+        for part in self.micro_batches(sent, units):
+            places = part.tokens.pop("place")
+            part_loss, metrics = weighted(self.loss, {name: x[places] for name, x in outputs.items()}, part)
+            part_loss.backward()
+            total += part_loss.detach()
+            all_metrics.append(metrics)
+        metrics = join_metrics(all_metrics)
         of = {name: torch.zeros(0) if x.grad is None else x.grad for name, x in outputs.items()}
         self.trained.append(mini.with_tokens(**{f"{name}_gradient": x for name, x in of.items() if len(x)}))
-        return metrics | {"train/loss": Metric.sum(total.detach()), "skipped_updates": Metric.sum(0)}
+        return metrics | {"train/loss": Metric.sum(total), "skipped_updates": Metric.sum(0)}
+
+    def micro_batches(self, mini: Batch, units: str | None) -> list[Batch]:
+        """Micro-batches as the workers get them."""
+        if self.limits is None:
+            return [mini]
+        lengths = mini.lengths.tolist()
+        shared = SharedRows(lengths, [0] * len(mini), range(len(mini)), None if units is None else mini.rows[units].tolist())
+        cuts = [part for cut in shared.plan(self.ranks, self.limits).rows_by_rank() for part in cut]
+        numbers = mini.rows.get("trajectory", torch.arange(len(mini))).tolist()
+        self.torn += sum(bool({numbers[i] for i in cut} & {numbers[i] for i in {*range(len(mini))} - {*cut}}) for cut in cuts)
+        return [micro_batch(mini, cut, torch.device("cpu")) for cut in cuts]
 
 
 @dataclass
@@ -124,6 +159,7 @@ class Step:
     batch: Batch
     minis: list[Batch]
     metrics: dict[str, float]
+    torn: int
 
     def columns(self) -> dict[str, tuple[Tensor, Tensor]]:
         """{name: (values of a token column, the sampled tokens)} of everything that depends on the algorithms."""
@@ -135,8 +171,11 @@ class Step:
         return found
 
 
-def run_step(batch: Batch, config: PPOConfig, critic_mode: AggMode) -> Step:
-    """The step as Loop runs it, from scored responses to the updates: of the actor in every aggregation mode, of the critic."""
+def run_step(batch: Batch, config: PPOConfig, critic_mode: AggMode, ranks: int = 1, limits: Limits | None = None) -> Step:
+    """The step as Loop runs it, from scored responses to the updates: of the actor in every aggregation mode, of the critic.
+
+    ranks, limits: see Model.
+    """
     algorithm = config.algorithm
     loop = cast(Loop, SimpleNamespace(
         config=config, trainer=SimpleNamespace(phases=Phases(), metrics={}), kl=KLController.start(algorithm.kl_ctrl),
@@ -148,19 +187,22 @@ def run_step(batch: Batch, config: PPOConfig, critic_mode: AggMode) -> Step:
     batch |= Loop.correction(loop, batch)
     batch |= Loop.advantages(loop, batch)
     batch |= Loop.loss_mask(loop, batch)
-    metrics, minis = loop.trainer.metrics | data_metrics(batch, max_prompt_length=3), list[Batch]()
+    metrics, minis, torn = loop.trainer.metrics | data_metrics(batch, max_prompt_length=3), list[Batch](), 0
+    metrics |= reward_metrics(batch, ())
     critic = CriticLoss(config.critic)
     loss = ActorLoss(ActorLossConfig.of(config, old_log_probs_from_update=False))
     for of_role, mode in [*((loss, mode) for mode in get_args(AggMode)), (critic, critic_mode)]:
-        model, prepare = Model(of_role), loss.prepare if of_role is loss and loss.needs_preparation else None
+        model, prepare = Model(of_role, ranks, limits), loss.prepare if of_role is loss and loss.needs_preparation else None
         columns = loss.columns if of_role is loss else ("values", "returns")
         spec = UpdateSpec(
-            epochs=1, groups=2, shuffle=False, agg_mode=mode, norm_length=7, columns=columns, seed=3, prepare=prepare
+            epochs=1, groups=2, shuffle=False, agg_mode=mode, norm_length=7, columns=columns, seed=3, prepare=prepare,
+            needs_trajectory=of_role is loss and "trajectory" in loss.config.needs,
         )  # fmt: skip
         found = update(cast(Any, model), batch, spec, 1, lambda mini, found: None)
         metrics |= {f"{name} {mode}": value for name, value in found.items()}
         minis += model.trained
-    return Step(batch, minis, metrics)
+        torn += model.torn
+    return Step(batch, minis, metrics, torn)
 
 
 def config_of(estimator: str, loss_mode: str, number: int) -> PPOConfig:
@@ -184,13 +226,28 @@ def config_of(estimator: str, loss_mode: str, number: int) -> PPOConfig:
     return replace(config, algorithm=algorithm, actor_rollout_ref=replace(config.actor_rollout_ref, actor=actor))
 
 
+@cache
+def reference(estimator: str, loss_mode: str, number: int) -> Step:
+    """The step on trajectories that are rows, each mini-batch in one piece."""
+    mode = get_args(AggMode)[number % len(get_args(AggMode))]
+    return run_step(several_turns(number), config_of(estimator, loss_mode, number), mode)
+
+
+def by_serial(step: Step, name: str) -> Tensor:
+    """Values of a column at the sampled tokens, by their index in the original batch."""
+    values, sampled = step.columns()[name]
+    part = [step.batch, *step.minis][int(name.rpartition(" ")[2])]
+    serial = part.tokens.get("serial", torch.arange(part.total_tokens))
+    return values[sampled == 1][serial[sampled == 1].argsort()]
+
+
 @pytest.mark.parametrize("estimator", list(ADVANTAGES))
 def test_observations_change_nothing_for_any_loss_and_aggregation(estimator: str) -> None:
     modes = get_args(AggMode)
     for number, loss_mode in enumerate(POLICY_LOSSES, start=list(ADVANTAGES).index(estimator)):
         where, config, batch = (estimator, loss_mode), config_of(estimator, loss_mode, number), several_turns(number)
         mode = modes[number % len(modes)]
-        found = run_step(batch, config, mode)
+        found = reference(estimator, loss_mode, number)
         assert len(found.minis) == 2 * len(modes) + 2, "two mini-batches of the actor for each mode, two of the critic"
         same = run_step(with_other_observations(batch, number), config, mode)
         shorter = run_step(without_observations(batch), config, mode)
@@ -204,3 +261,27 @@ def test_observations_change_nothing_for_any_loss_and_aggregation(estimator: str
         assert same.metrics == pytest.approx(found.metrics, nan_ok=True, rel=0, abs=0), where
         assert shorter.metrics == pytest.approx(found.metrics, nan_ok=True, rel=1e-9, abs=1e-12), where
         assert found.metrics["response_length/mean"] == pytest.approx(float(batch.tokens["response_mask"].sum()) / len(batch))
+
+
+@pytest.mark.parametrize("estimator", list(ADVANTAGES))
+def test_parts_of_a_trajectory_are_one_row_for_any_loss_aggregation_and_cut(estimator: str) -> None:
+    torn = set()
+    for number, loss_mode in enumerate(POLICY_LOSSES, start=list(ADVANTAGES).index(estimator)):
+        modes = get_args(AggMode)
+        batch = with_other_observations(in_parts(several_turns(number), number), number)
+        config = config_of(estimator, loss_mode, number)
+        assert len(batch) > len(several_turns(number))
+        expected = reference(estimator, loss_mode, number)
+        ranks, limits = [(3, Limits(max_rows=1)), (1, Limits(max_rows=2)), (2, Limits(max_tokens=60))][number % 3]
+        found = run_step(batch, config, modes[number % len(modes)], ranks, limits)
+        where = (estimator, loss_mode)
+        assert found.columns().keys() == expected.columns().keys()
+        for name, (values, sampled) in found.columns().items():
+            assert not values[sampled == 0].any(), (*where, name, "context and observation tokens")
+            torch.testing.assert_close(
+                by_serial(found, name), by_serial(expected, name), rtol=1e-10, atol=1e-12, msg=str((*where, name))
+            )
+        assert found.metrics == pytest.approx(expected.metrics, nan_ok=True, rel=1e-9, abs=1e-12), where
+        if found.torn:
+            torn.add(loss_mode)
+    assert torn >= {"vanilla"}

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from tests.workers.test_batch import numbered
+from trainer.algorithms.trajectories import PART
 from trainer.algorithms.weights import token_weights
 from trainer.cluster.oom_backoff import Budget
 from trainer.ppo.loop import Loop
@@ -25,7 +26,7 @@ class Recorder:
         self.skip = skip
         self.budget = Budget("recorder")
 
-    def train_step(self, mini_batch: Batch, columns: tuple[str, ...]) -> dict[str, Metric]:
+    def train_step(self, mini_batch: Batch, columns: tuple[str, ...], **parts: Any) -> dict[str, Metric]:
         assert columns == ("advantages",)
         self.given.append(mini_batch)
         skipped = len(self.given) in self.skip
@@ -75,6 +76,29 @@ def test_groups_with_the_same_prompt_are_in_different_mini_batches(shuffle: bool
     update(cast(Any, model), batch, spec(shuffle=shuffle, groups=1), step=5, watch=unseen)
     for epoch in (model.given[:6], model.given[6:]):
         assert sorted(tuple(mini.rows["group"].tolist()) for mini in epoch) == [(group, group) for group in range(15, 21)]
+
+
+@pytest.mark.parametrize("needs", [False, True])
+def test_parts_of_a_trajectory_share_a_mini_batch_and_a_unit_if_the_loss_needs_it(needs: bool) -> None:
+    """Single rows are sent without the columns; weights count trajectories; one of the second mini-batch is untrained."""
+    given: list[dict[str, Any]] = []
+
+    class Watched(Recorder):
+        def train_step(self, mini_batch: Batch, columns: tuple[str, ...], **parts: Any) -> dict[str, Metric]:
+            given.append(parts)
+            return super().train_step(mini_batch, columns, **parts)
+
+    numbers = torch.tensor([7, 7, 4, 4, 5, 6, 3, 2, 1, 1, 0, 0])
+    parted = step_batch().with_rows(trajectory=numbers, part=torch.arange(12) % 2)
+    asked = spec(epochs=1, shuffle=False, agg_mode="seq-mean-token-sum", needs_trajectory=needs)
+    model = Watched()
+    update(cast(Any, model), parted, asked, step=5, watch=unseen)
+    units = "trajectory" if needs else None
+    assert given == [
+        {"rows": PART, "units": units}, {"rows": (), "units": None}, {"rows": PART, "units": units}
+    ]  # fmt: skip
+    assert sorted(n for mini in model.given for n in set(mini.rows["trajectory"].tolist())) == list(range(8))
+    assert [float(mini.tokens["loss_weight"].max()) for mini in model.given] == [1 / 2, 1 / 3, 1 / 2]
 
 
 def test_mini_batches_without_shuffling_are_in_order() -> None:
@@ -131,8 +155,8 @@ def test_added_rows_have_their_own_weights_and_follow_the_mini_batch() -> None:
 
 def test_metric_that_a_mini_batch_lacks_is_the_mean_of_the_others() -> None:
     class Sparse(Recorder):
-        def train_step(self, mini_batch: Batch, columns: tuple[str, ...]) -> dict[str, Metric]:
-            metrics = super().train_step(mini_batch, columns)
+        def train_step(self, mini_batch: Batch, columns: tuple[str, ...], **parts: Any) -> dict[str, Metric]:
+            metrics = super().train_step(mini_batch, columns, **parts)
             return metrics | ({"seldom": Metric.max(7.0)} if len(self.given) == 2 else {})
 
     found = update(cast(Any, Sparse()), step_batch(), spec(epochs=1), step=5, watch=unseen)

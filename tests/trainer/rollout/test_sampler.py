@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -14,8 +15,10 @@ from hypothesis import strategies as st
 
 from configs.compose import compose
 from configs.schema.ppo import FilterGroupsConfig, PPOConfig
+from tests.trainer.algorithms.parts import in_parts
 from tests.trainer.watchdogs import watchdog
 from trainer.algorithms.segments import sum_by
+from trainer.algorithms.trajectories import Trajectories
 from trainer.data.dataset import Prompt, PromptStream
 from trainer.data.order import DataOrder
 from trainer.resilience.rollback import Rollbacks
@@ -539,6 +542,35 @@ def test_baseline_is_shaped_like_the_rewards_of_its_prompt() -> None:
     greedy_alone = make(["high"], "shaping.normalize=running", groups=1, per_round=1, cap=None, with_baselines=True)
     greedy_alone.next_batch()
     assert greedy_alone.sampler.shaping.running.count == N, "baselines do not count"
+
+
+@pytest.mark.parametrize(("normalize", "with_baselines"), [("running", False), ("group", True)])
+def test_parts_of_a_trajectory_are_shaped_filtered_and_rewarded_once(
+    monkeypatch: pytest.MonkeyPatch, normalize: str, with_baselines: bool
+) -> None:
+    """The penalty is that of the whole length; statistics count trajectories; the reward is at the last trained token."""
+    overrides = ("missing_eos_penalty=0.7", *OVERLONG, "shaping.clip=[-1.0,2.0]", f"shaping.normalize={normalize}")
+    cases = [make(["mixed", "low", "gap"], *overrides, groups=2, per_round=3, with_baselines=with_baselines) for _ in range(2)]
+    for case in cases:
+        case.engine.cut = (1, 4, 8)
+    expected, sampler = cases[0].next_batch(), cases[1].sampler
+    as_parts = partial(in_parts, seed=3)
+    monkeypatch.setattr(sampler, "with_penalties", lambda batch: Sampler.with_penalties(sampler, as_parts(batch)))
+    found = cases[1].next_batch()
+    assert len(found) > len(expected) and counts(found) == counts(expected)
+    view = Trajectories.of(found)
+    whole = view.joined(found)
+    for name in ("group", "score", "reward", *(["baseline"] if with_baselines else [])):
+        assert torch.equal(whole.rows[name], expected.rows[name]), name
+        assert torch.equal(found.rows[name], expected.rows[name][view.of_row]) or name == "score", name
+    assert whole.objects["reward_extra"] == expected.objects["reward_extra"]
+    assert sampler.shaping.running.state() == cases[0].sampler.shaping.running.state()
+    rewards, marks = found.tokens["token_level_scores"], found.tokens["response_mask"].bool()
+    assert not rewards[~marks].any() and int(rewards.count_nonzero()) == int(
+        expected.tokens["token_level_scores"].count_nonzero()
+    )
+    by_token = rewards[marks][found.tokens["serial"][marks].argsort()]
+    assert torch.equal(by_token, expected.tokens["token_level_scores"][expected.tokens["response_mask"].bool()])
 
 
 @given(st.lists(st.tuples(st.integers(1, 5), st.integers(0, 6), st.booleans()), min_size=1, max_size=9))

@@ -2,6 +2,7 @@
 
 from typing import Any, cast
 
+import pytest
 import torch
 
 from trainer.rollout.validation import Validation
@@ -12,15 +13,16 @@ EXTRA: list[dict[str, float]] = [{"acc": 1.0, "format": 0.5}, {"acc": 0.0, "form
 
 
 class Answers:
-    """One response to each prompt; the last prompt's reward fails."""
+    """One response to each prompt; the last prompt's reward fails. split: a response has two rows, and only the last counts."""
 
-    def __init__(self) -> None:
+    def __init__(self, split: bool) -> None:
+        self.split = split
         self.asked: list[list[int]] = []
 
     def generate_and_score(self, prompts: list[int], n: int, *_: Any, purpose: str, step: int) -> Batch:
         assert (n, purpose, step) == (1, "validation", 7)
         self.asked.append(prompts)
-        return Batch(
+        answers = Batch(
             torch.ones(len(prompts), dtype=torch.int64),
             rows={
                 "uid": torch.tensor(prompts),
@@ -31,6 +33,13 @@ class Answers:
             objects={"reward_extra": [EXTRA[i] for i in prompts], "reward_error": [[None, None, "late"][i] for i in prompts]}
             | {name: ["math"] * len(prompts) for name in ("data_source", "prompt", "response", "ground_truth")},
         )
+        answers.rows |= {"trajectory": torch.arange(len(prompts)), "part": torch.ones(len(prompts), dtype=torch.int64)}
+        if not self.split:
+            return answers
+        first = answers.with_rows(
+            part=0 * answers.rows["part"], score=answers.rows["score"] + 9, reward_failed=answers.rows["sample"] == 0
+        )
+        return Batch.concat([first, answers])
 
 
 class Log:
@@ -39,8 +48,9 @@ class Log:
         assert [sample["reward_error"] for sample in samples] == [None, None, "late"]
 
 
-def test_validation_measures_reported_numbers_and_excludes_failed_rewards() -> None:
-    sampler = Answers()
+@pytest.mark.parametrize("split", [False, True])
+def test_validation_measures_reported_numbers_and_excludes_failed_rewards(split: bool) -> None:
+    sampler = Answers(split)
     sampling = Sampling(temperature=0.0, top_k=-1, top_p=1.0, max_tokens=4, stop_token_ids=())
     data: Any = [0, 1, 2]
     validation = Validation(data, cast(Any, sampler), cast(Any, Log()), n=1, sampling=sampling, batch_size=2)

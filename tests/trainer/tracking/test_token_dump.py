@@ -94,6 +94,20 @@ def test_response_begins_with_its_first_sampled_token(tokenizer: Any, tmp_path: 
     assert torch.equal(actor.masks[0], batch.tokens["sampled_mask"]), "also of those that the loss excludes"
 
 
+def test_parts_of_a_trajectory_are_one_entry(tokenizer: Any, tmp_path: Path) -> None:
+    """Each part from its first sampled token on: "cd" follows the context "ab", which is not shown again."""
+    batch = batch_of(tokenizer, "abcd", *"efghijklm", "ab").with_rows(
+        trajectory=torch.tensor([3, *range(10, 19), 3]), part=torch.tensor([1, *[0] * 9, 0]),
+    )  # fmt: skip
+    batch.tokens["sampled_mask"][4:6] = 0.0
+    actor = keep(tmp_path, tokenizer, batch, 1, total=1, forwards=True)
+    entries = read_lines(tmp_path / ANSWERS)
+    assert len(entries) == KEPT_ROWS and actor.asked == [KEPT_ROWS + 1]
+    assert entries[0] == entries[0] | {"trajectory": 3, "part": 1, "score": 0.0, "tokens": [*"abcd"], "length": 4}
+    first, last = batch.split_rows("advantages")[-1], batch.split_rows("advantages")[0]
+    assert entries[0]["advantages"] == [*first[4:].tolist(), *last[6:].tolist()]
+
+
 def test_log_probs_are_computed_in_at_most_a_tenth_of_the_steps(tokenizer: Any, tmp_path: Path) -> None:
     actor = keep(tmp_path, tokenizer, batch_of(tokenizer, "4"), *range(1, 46), total=45, forwards=True)
     assert [entry[GLOBAL_STEP] for entry in read_lines(tmp_path / ANSWERS)] == [10, 20, 30, 40, 45] and len(actor.asked) == 5

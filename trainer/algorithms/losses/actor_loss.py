@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from configs.schema.ppo import ActorConfig, PPOConfig, RolloutCorrectionConfig
 from trainer.algorithms import kl
 from trainer.algorithms.correction import is_enabled, mismatch, rollout_correction
 from trainer.algorithms.policy_losses import POLICY_LOSSES, PolicyLossFn, PolicyLossInputs
+from trainer.algorithms.trajectories import Trajectories
 from workers.batch import Batch
 from workers.metric import Metric, Metrics
 
@@ -52,7 +53,8 @@ class ActorLossConfig:
 class ActorLoss:
     """Token loss (T,) and metrics of the actor; the factory named by a LossSpec.
 
-    Reads the token columns ``columns``, response_mask and loss_weight, all (T,). Reports the mismatch between the trainer's and
+    Reads the token columns ``columns``, response_mask and loss_weight, all (T,); rows trajectory and part where a trajectory has
+    several rows. Reports the mismatch between the trainer's and
     the rollout engine's log-probs when no separate log-prob pass does.
     """
 
@@ -88,18 +90,20 @@ class ActorLoss:
         tokens, metrics = mini_batch.tokens, {}
         old_log_probs = tokens["log_probs"] if self.config.old_log_probs_from_update else tokens["old_log_probs"]
         written: dict[str, Tensor] = {}
+        # A mini-batch has all rows of its trajectories, whatever the loss declares.
+        trajectories = Trajectories.of(mini_batch)
         if self.recomputes_correction:
-            correction = rollout_correction(
-                tokens["log_probs"], old_log_probs, tokens["response_mask"], mini_batch.lengths, self.config.correction
-            )
-            written["response_mask"], metrics = correction.mask, correction.metrics
+            columns = (tokens["log_probs"], old_log_probs, tokens["response_mask"])
+            current, rollout, mask = (trajectories.gather(column) for column in columns)
+            correction = rollout_correction(current, rollout, mask, trajectories.lengths, self.config.correction)
+            written["response_mask"], metrics = trajectories.split(correction.mask), correction.metrics
             if self.recomputes_weights:
                 assert correction.weights is not None
-                written["is_weights"] = correction.weights
+                written["is_weights"] = trajectories.split(correction.weights)
         if self.config.prepare is not None:
-            inputs = self._inputs(mini_batch.with_tokens(**written), tokens["log_probs"], old_log_probs)
+            inputs = self._inputs(mini_batch.with_tokens(**written), trajectories, tokens["log_probs"], old_log_probs)
             # After the rejections: a rejected token must take no place among the chosen ones.
-            written["chosen"] = self.config.prepare(inputs, self.config.actor, generator)
+            written["chosen"] = trajectories.split(self.config.prepare(inputs, self.config.actor, generator))
         return mini_batch.with_tokens(**written), metrics
 
     def __call__(self, outputs: dict[str, Tensor], micro_batch: Batch) -> tuple[Tensor, Metrics]:
@@ -107,7 +111,10 @@ class ActorLoss:
         mask, weight, log_probs = tokens["response_mask"], tokens["loss_weight"], outputs["log_probs"]
         old_log_probs = log_probs.detach() if self.config.old_log_probs_from_update else tokens["old_log_probs"]
         metrics: Metrics = {}
-        inputs = self._inputs(micro_batch, log_probs, old_log_probs)
+        joins = "trajectory" in self.config.needs
+        trajectories = Trajectories.of(micro_batch) if joins else Trajectories.single_rows(micro_batch)
+        inputs = self._inputs(micro_batch, trajectories, log_probs, old_log_probs)
+        inputs = replace(inputs, whole=joins or "part" not in micro_batch.rows)
         loss, policy_metrics = self.config.policy_loss(inputs, config)
         metrics |= policy_metrics
         # Both cases skip the log-prob pass before the update, which measures the mismatch otherwise. In bypass mode the old
@@ -116,7 +123,8 @@ class ActorLoss:
             behavior = tokens["rollout_log_probs"] if self.config.old_log_probs_from_update else old_log_probs
             metrics |= mismatch(log_probs.detach(), behavior, mask)
         if "is_weights" in tokens:
-            loss = loss * importance(inputs, tokens["is_weights"], self.config.needs)
+            loss = loss * importance(inputs, trajectories.gather(tokens["is_weights"]), self.config.needs)
+        loss = trajectories.split(loss)
         # A sum, not a mean: loss_weight already contains the aggregation mode's denominator over the global mini-batch, so
         # partial sums of micro-batches and ranks add up to the loss.
         metrics["actor/pg_loss"] = Metric.sum((loss.detach() * weight).sum())
@@ -131,14 +139,15 @@ class ActorLoss:
             loss = loss + config.kl_loss_coef * estimate
         return loss, metrics
 
-    def _inputs(self, batch: Batch, log_probs: Tensor, old_log_probs: Tensor) -> PolicyLossInputs:
+    def _inputs(self, batch: Batch, trajectories: Trajectories, log_probs: Tensor, old_log_probs: Tensor) -> PolicyLossInputs:
+        chosen = batch.tokens.get("chosen")
         return PolicyLossInputs(
-            log_probs=log_probs,
-            old_log_probs=old_log_probs,
-            advantages=batch.tokens["advantages"],
-            response_mask=batch.tokens["response_mask"],
-            lengths=batch.lengths,
-            chosen=batch.tokens.get("chosen"),
+            log_probs=trajectories.gather(log_probs),
+            old_log_probs=trajectories.gather(old_log_probs),
+            advantages=trajectories.gather(batch.tokens["advantages"]),
+            response_mask=trajectories.gather(batch.tokens["response_mask"]),
+            lengths=trajectories.lengths,
+            chosen=None if chosen is None else trajectories.gather(chosen),
         )
 
 

@@ -3,9 +3,12 @@ from dataclasses import replace
 import pytest
 import torch
 
+from configs.schema.ppo import ActorConfig
 from tests.trainer.algorithms.plain import defaults
 from trainer.algorithms.losses.actor_loss import ActorLoss, ActorLossConfig, entropy_mask
+from trainer.algorithms.policy_losses import PolicyLossInputs
 from workers.batch import Batch
+from workers.metric import Metric
 
 
 def actor_loss(
@@ -39,6 +42,29 @@ def test_on_policy_ratio_is_one_and_nothing_is_clipped() -> None:
     assert metrics["actor/pg_loss"].value == pytest.approx(0.5 / 3)
     given_old = actor_loss()({"log_probs": log_probs}, batch.with_tokens(old_log_probs=log_probs.detach()))
     assert torch.equal(given_old[0], loss) and "training/rollout_log_probs_diff_max" not in given_old[1]
+
+
+def test_mean_over_a_response_is_refused_for_its_parts_unless_the_loss_needs_trajectories() -> None:
+    """A loss that does not declare it gets the rows as they are; one that does gets a single row."""
+    columns = {name: torch.linspace(-1, -2, 6) for name in ("old_log_probs", "advantages", "rollout_log_probs")}
+    parts = replace(micro_batch(**columns), lengths=torch.tensor([2, 4]))
+    parts = parts.with_rows(trajectory=torch.tensor([5, 5]), part=torch.tensor([1, 0]))
+    seen: list[list[int]] = []
+
+    def mine(inputs: PolicyLossInputs, config: ActorConfig) -> tuple[torch.Tensor, dict[str, Metric]]:
+        seen.append(inputs.lengths.tolist())
+        return inputs.row_mean(inputs.log_probs), {}
+
+    outputs = {"log_probs": columns["advantages"] ** 3, "sampled_entropy": torch.zeros(6)}
+    config = actor_loss().config
+    with pytest.raises(ValueError, match=r"loss_mode: .* register it with needs=\{\"trajectory\"\}"):
+        ActorLoss(replace(config, policy_loss=mine))(outputs, parts)
+    loss, _ = ActorLoss(replace(config, policy_loss=mine, needs=frozenset({"trajectory"})))(outputs, parts)
+    torch.testing.assert_close(loss, outputs["log_probs"].mean().expand(6))
+    alone = replace(parts, rows={})
+    loss, _ = ActorLoss(replace(config, policy_loss=mine))(outputs, alone)
+    torch.testing.assert_close(loss[:2], outputs["log_probs"][:2].mean().expand(2))
+    assert seen == [[2, 4], [6], [2, 4]]
 
 
 def test_entropy_bonus_and_kl_loss_enter_with_their_coefficients() -> None:
