@@ -17,6 +17,7 @@ from heapq import heapreplace
 import torch
 
 from workers.batch import Batch
+from workers.prefixes import Chain, repeated
 from workers.seeding import seed_of
 
 EVEN = 1.01  # accepted imbalance: work of the busiest rank / smallest possible work per rank
@@ -110,38 +111,31 @@ def _plan(lengths: Sequence[int], costs: Sequence[float], n_ranks: int, limits: 
     return Plan(shards=tuple(tuple(share) for share in shares), micro_batches=tuple(micro_batches))
 
 
-def repeats(rows: Sequence[int], groups: Sequence[int]) -> list[int]:
-    """Return the rows that have the group of an earlier row. rows, groups: groups[row] is the group of a row."""
-    first = {groups[row]: row for row in reversed(rows)}
-    return [row for row in rows if first[groups[row]] != row]
-
-
 @dataclass(frozen=True, slots=True)
 class SharedRows:
-    """Rows whose prompt is computed once per group and micro-batch.
+    """Rows whose common prefixes are computed once per micro-batch.
 
-    lengths[r]: tokens of row r. prompts[r]: its prompt tokens, shared within the group. groups[r]: its group.
+    lengths[r]: tokens of row r. chains[r]: the prefixes that it shares with other rows; a tree is the rows with the same first one.
     """
 
     lengths: Sequence[int]
-    prompts: Sequence[int]
-    groups: Sequence[int]
+    chains: Sequence[Chain]
 
     def computed(self, rows: Sequence[int]) -> int:
-        """Tokens that a micro-batch of these rows computes: a group's prompt counts once."""
-        return sum(self.lengths[row] for row in rows) - sum(self.prompts[row] for row in repeats(rows, self.groups))
+        """Tokens that a micro-batch of these rows computes: each shared prefix counts once."""
+        return sum(self.lengths[row] for row in rows) - sum(repeated(rows, self.chains))
 
     def cost(self, rows: Sequence[int], attention_cost: float) -> float:
-        """Work of a micro-batch of these rows, in the unit of ``row_costs``; repeated prompts cost nothing."""
+        """Work of a micro-batch of these rows, in the unit of ``row_costs``; repeated prefixes cost nothing."""
         whole = row_costs([self.lengths[row] for row in rows], attention_cost)
-        return sum(whole) - sum(row_costs([self.prompts[row] for row in repeats(rows, self.groups)], attention_cost))
+        return sum(whole) - sum(row_costs(repeated(rows, self.chains), attention_cost))
 
     def plan(self, n_ranks: int, limits: Limits, *, attention_cost: float = 0.0) -> Plan:
         """Plan such rows, see ``make_plan``. Raises ValueError if a single row exceeds ``max_tokens``.
 
-        Groups that stay together cost less; parts of groups are easier to balance over ranks. Whole groups, halves, quarters, ...
-        and single rows are tried, and the plan with the least work on the busiest rank wins. The search ends at the first plan
-        whose busiest rank has at most EVEN times the smallest possible work.
+        Trees that stay together cost less; parts of trees are easier to balance over ranks. Whole trees, halves, quarters, ...,
+        single branches and single rows are tried, and the plan with the least work on the busiest rank wins. The search ends at
+        the first plan whose busiest rank has at most EVEN times the smallest possible work.
         """
         check_rows_fit(self.lengths, limits)
         least = self.cost(range(len(self.lengths)), attention_cost) / n_ranks
@@ -155,9 +149,9 @@ class SharedRows:
         return best
 
     def _plans(self, n_ranks: int, limits: Limits, attention_cost: float) -> Iterator[Plan]:
-        """Yield candidate plans: whole groups, halves, quarters, ..., finally single rows."""
-        largest, parts = max(Counter(self.groups).values(), default=1), 1
-        # A limit in rows would count units instead, so groups are not kept together under it.
+        """Yield candidate plans: whole trees, halves, quarters, ..., finally single rows."""
+        largest, parts = max(Counter(map(self._root, range(len(self.lengths)))).values(), default=1), 1
+        # A limit in rows would count units instead, so trees are not kept together under it.
         while limits.max_tokens is not None and parts < largest:
             units = self._units(parts, limits.max_tokens)
             tokens, costs = [self.computed(unit) for unit in units], [self.cost(unit, attention_cost) for unit in units]
@@ -170,20 +164,44 @@ class SharedRows:
         return [(len(part), self.computed(part)) for cut in plan.rows_by_rank() for part in cut]
 
     def _units(self, parts: int, max_tokens: int) -> list[list[int]]:
-        """Split each group into ``parts`` units, or as many more as needed for none to exceed ``max_tokens``.
+        """Split each tree into ``parts`` units, or as many more as needed for none to exceed ``max_tokens``.
 
-        No single row exceeds it (check_rows_fit), so this always ends. Rows are dealt out by length, which balances the units.
+        No branch exceeds it, so this always ends. Branches are dealt out by length, which balances the units.
         """
-        groups: dict[int, list[int]] = {}
+        trees: dict[int, dict[int, list[int]]] = {}
         for row in _largest_first(range(len(self.lengths)), self.lengths):
-            groups.setdefault(self.groups[row], []).append(row)
+            chain = self.chains[row]
+            branch = chain[1][0] if len(chain) > 1 else ~row
+            trees.setdefault(self._root(row), {}).setdefault(branch, []).append(row)
         units = []
-        for rows in groups.values():
-            n = min(parts, len(rows))
-            while max(self.computed(rows[i::n]) for i in range(n)) > max_tokens:
-                n += 1
-            units += [rows[i::n] for i in range(n)]
+        for tree in trees.values():
+            branches = [part for rows in tree.values() for part in self._fitting(rows, max_tokens)]
+            dealt = _dealt(branches, n := min(parts, len(branches)))
+            while max(map(self.computed, dealt)) > max_tokens:
+                dealt = _dealt(branches, n := n + 1)
+            units += dealt
         return units
+
+    def _root(self, row: int) -> int:
+        """Number of the row's tree; negative if it shares nothing."""
+        return self.chains[row][0][0] if self.chains[row] else ~row
+
+    def _fitting(self, branch: list[int], max_tokens: int) -> list[list[int]]:
+        """Cut a branch into parts of at most ``max_tokens`` computed tokens; no single row exceeds it (check_rows_fit)."""
+        if self.computed(branch) <= max_tokens:
+            return [branch]
+        parts: list[list[int]] = []
+        for row in sorted(branch, key=self.chains.__getitem__):  # neighbours in the tree remain together
+            if parts and self.computed([*parts[-1], row]) <= max_tokens:
+                parts[-1].append(row)
+            else:
+                parts.append([row])
+        return parts
+
+
+def _dealt(branches: Sequence[Sequence[int]], n: int) -> list[list[int]]:
+    """Rows of each of n units, to which branches are dealt in turn."""
+    return [[row for branch in branches[i::n] for row in branch] for i in range(n)]
 
 
 def mini_batches(

@@ -158,7 +158,11 @@ groups_of_rows = st.lists(
 
 def shared_rows(groups: list[tuple[int, list[int]]]) -> SharedRows:
     """groups: (prompt, responses), in tokens."""
-    rows = [(prompt + answer, prompt, group) for group, (prompt, answers) in enumerate(groups) for answer in answers]
+    rows = [
+        (prompt + answer, ((group, prompt),) if prompt else ())
+        for group, (prompt, answers) in enumerate(groups)
+        for answer in answers
+    ]
     return SharedRows(*zip(*rows, strict=True))
 
 
@@ -200,6 +204,6 @@ def test_groups_stay_on_one_rank_unless_halves_are_even() -> None:
 
 
 def test_number_of_computed_tokens() -> None:
-    rows = SharedRows([15, 12, 11, 9], [10, 10, 3, 3], [7, 7, 5, 4])
+    rows = SharedRows([15, 12, 11, 9], [((7, 10),), ((7, 10),), ((5, 3),), ((4, 3),)])
     assert [rows.computed(part) for part in ([0, 1], [2, 3], [0, 1, 2, 3], [], [1])] == [17, 20, 37, 0, 12]
     assert rows.cost([0, 1], 0.5) == 15 + 12 - 10 + 0.5 * (225 + 144 - 100)

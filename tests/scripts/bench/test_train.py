@@ -41,8 +41,8 @@ def test_quick_run_is_compared_with_products_of_the_same_run(
 
 
 def test_padding_is_reported_as_waste(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    padded = partial(fsdp.flat_rows, unit=600)
-    monkeypatch.setattr(fsdp, "flat_rows", lambda rows, unit: padded(rows))
+    padded = partial(fsdp.flat_rows, padding=88)
+    monkeypatch.setattr(fsdp, "flat_rows", lambda rows, padding: padded(rows))
     report, _ = quick(monkeypatch, capsys)
     assert report["cases"]["3m float32"]["padding_waste"] == pytest.approx(88 / 600)
 

@@ -102,12 +102,12 @@ def model() -> Any:
         yield group
 
 
-def start(group: Any, watchdog: Watchdog = PATIENT, *, shares_prompts: bool = False) -> RemoteModel:
+def start(group: Any, watchdog: Watchdog = PATIENT, *, shares_prefixes: bool = False) -> RemoteModel:
     limits = Limits(max_tokens=12)
     return RemoteModel(
         group,
         "actor",
-        cast(Any, SimpleNamespace(shares_prompts=shares_prompts)),
+        cast(Any, SimpleNamespace(shares_prefixes=shares_prefixes)),
         None,
         forward_limits=limits,
         train_limits=limits,
@@ -187,7 +187,7 @@ class Sharing(Mirror):
 
 
 @pytest.mark.parametrize("shares", [False, True])
-def test_responses_to_a_prompt_share_a_micro_batch_if_the_engine_shares_prompts(shares: bool) -> None:
+def test_responses_to_a_prompt_share_a_micro_batch_if_the_engine_shares_prefixes(shares: bool) -> None:
     sizes = [9, 10, 9, 10, 9, 10]
     ones = torch.ones(sum(sizes))
     """Groups 0 and 1 have the same data row as their prompt."""
@@ -196,7 +196,7 @@ def test_responses_to_a_prompt_share_a_micro_batch_if_the_engine_shares_prompts(
     first = torch.repeat_interleave(batch.rows["group"], batch.lengths)
     batch = batch.with_tokens(input_ids=first, response_mask=ones, loss_weight=ones)
     with LocalBackend() as backend:
-        actor = start(backend.start_group("workers", ResourcePool((1,), "cpu", "pool"), Sharing), shares_prompts=shares)
+        actor = start(backend.start_group("workers", ResourcePool((1,), "cpu", "pool"), Sharing), shares_prefixes=shares)
         torn = actor.forward(batch, ["log_probs"]).tokens["log_probs"][0], actor.train_step(batch, ())["split_groups"].value
     assert [float(count) == 0 for count in torn] == [shares, shares]
 

@@ -10,7 +10,7 @@ import torch
 from configs.schema.common import TiledMLPConfig
 from tests.tiny import save_tiny_model
 from tests.workers.engine.fsdp.cases import exported, invariance_batch, shards, train
-from tests.workers.engine.test_shared_prompts import ONE_CUT, SEVERAL, both, grouped
+from tests.workers.engine.test_shared_prefixes import ONE_CUT, SEVERAL, both, grouped
 from tests.workers.engine.toy import ToyLoss, cut, distance, gradients, one_rank, toy_batch, toy_engine
 from workers.determinism import deterministic_kernels
 from workers.engine.hf import packed_attention

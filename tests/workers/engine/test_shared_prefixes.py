@@ -14,8 +14,9 @@ from tests.workers.engine.toy import ToyLoss, ValueLoss, distance, gradients, to
 from workers.batch import Batch
 from workers.engine.base import LossSpec
 from workers.engine.hf.packed_attention import PackedRows, packed_attention
-from workers.engine.shared_prompts import Prompts, SharedPrompts
+from workers.engine.shared_prefixes import SharedPrefixes
 from workers.plan import MicroBatches
+from workers.prefixes import Chain, chains_by_tokens
 from workers.roles.memory_scheduler import MemoryScheduler, ResidentModel
 from workers.roles.model_role import ModelRole
 
@@ -23,6 +24,7 @@ LENGTHS = [9, 14, 9, 5, 12, 9, 6, 5, 7]
 PROMPTS = [5, 5, 5, 5, 6, 1, 6, 3, 0]
 GROUPS = [0, 0, 0, 0, 1, 2, 1, 3, 4]
 """Row 3 is its prompt alone; rows 5 and 7 and 8 share with no row."""
+CHAINS: list[Chain] = [((group, prompt),) if prompt else () for group, prompt in zip(GROUPS, PROMPTS, strict=True)]
 
 
 def grouped(dtype: torch.dtype = torch.float64) -> Batch:
@@ -46,7 +48,7 @@ SEVERAL: MicroBatches = ((2, 0, 5), (), (1, 3, 4, 6), (7, 8))
 
 def test_each_token_finds_its_own_among_those_that_are_computed() -> None:
     batch = grouped()
-    shared = SharedPrompts.of(LENGTHS, PROMPTS, GROUPS, torch.device("cpu"))
+    shared = SharedPrefixes.of(LENGTHS, CHAINS, torch.device("cpu"))
     assert shared is not None
     ids, positions = batch.tokens["input_ids"], batch.positions()
     assert len(shared.computed) == sum(LENGTHS) - 3 * 5 - 6
@@ -59,16 +61,15 @@ def test_each_token_finds_its_own_among_those_that_are_computed() -> None:
 
 
 def test_nothing_to_share() -> None:
-    assert SharedPrompts.of([3, 4], [1, 2], [0, 1], torch.device("cpu")) is None
-    assert Prompts.of(toy_batch([3, 4])) is None
-    prompts = Prompts.of(
-        toy_batch([3, 3]).with_rows(prompt_length=torch.tensor([2, 2])).with_tokens(input_ids=torch.tensor([5, 6, 1, 5, 7, 1]))
-    )
-    assert prompts is not None and prompts.groups == (0, 1), "as long, and other tokens"
+    assert SharedPrefixes.of([3, 4], [((0, 1),), ((1, 2),)], torch.device("cpu")) is None
+    assert chains_by_tokens(toy_batch([3, 4])) is None
+    other_tokens = toy_batch([3, 3]).with_rows(prompt_length=torch.tensor([2, 2]))
+    chains = chains_by_tokens(other_tokens.with_tokens(input_ids=torch.tensor([5, 6, 1, 5, 7, 1])))
+    assert chains == [((0, 2),), ((1, 2),)]
 
 
 def test_stretches_that_are_alike_are_one_attention_call() -> None:
-    shared = SharedPrompts.of(LENGTHS, PROMPTS, GROUPS, torch.device("cpu"))
+    shared = SharedPrefixes.of(LENGTHS, CHAINS, torch.device("cpu"))
     assert shared is not None
     reported = [(stretch.length, stretch.seen) for stretch in shared.stretches]
     assert reported == [(9, 14), (6, 12), (9, 9), (4, 9), (4, 9), (7, 7), (6, 6), (5, 5), (5, 5)]
@@ -113,11 +114,10 @@ def test_a_prompt_goes_through_the_layers_once(group: None, models: dict[str, st
     assert tokens == [sum(LENGTHS) - 3 * 5 - 6, whole[0] - 5, 2, whole[2] - 5 - 6, 12, sum(LENGTHS), *whole]
 
 
-def test_ulysses_and_megatron_take_whole_rows(group: None, models: dict[str, str]) -> None:
+def test_megatron_takes_whole_rows(group: None, models: dict[str, str]) -> None:
     spec = toy_engine(models["qwen2"]).spec
-    assert spec.shares_prompts
-    assert not replace(spec, sharding=fsdp_config(ulysses_sequence_parallel_size=2)).shares_prompts
-    assert not replace(spec, sharding=megatron_config()).shares_prompts
+    assert spec.shares_prefixes and replace(spec, sharding=fsdp_config(ulysses_sequence_parallel_size=2)).shares_prefixes
+    assert not replace(spec, sharding=megatron_config()).shares_prefixes
 
 
 def test_work_that_is_spared_is_not_counted(group: None, models: dict[str, str]) -> None:
@@ -141,7 +141,7 @@ def plain(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
 
 @pytest.mark.parametrize("window", [None, 4, 7])
 def test_attention_over_a_shared_prompt_and_windows(window: int | None) -> None:
-    shared = SharedPrompts.of(LENGTHS, PROMPTS, GROUPS, torch.device("cpu"))
+    shared = SharedPrefixes.of(LENGTHS, CHAINS, torch.device("cpu"))
     assert shared is not None
     draw = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(len(shared.computed), heads, 8, generator=draw, dtype=torch.float64) for heads in (4, 2, 2))
