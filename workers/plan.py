@@ -115,7 +115,7 @@ def _plan(lengths: Sequence[int], costs: Sequence[float], n_ranks: int, limits: 
 class SharedRows:
     """Rows whose common prefixes are computed once per micro-batch.
 
-    lengths[r]: tokens of row r. chains[r]: the prefixes that it shares with other rows; a tree is the rows with the same first one.
+    lengths[r]: tokens of row r. chains[r]: prefixes that it shares with other rows. A tree: the rows with the same first prefix.
     """
 
     lengths: Sequence[int]

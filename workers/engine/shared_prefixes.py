@@ -85,8 +85,8 @@ class SharedPrefixes:
             first = starts[owners[key][0]]
             places[starts[row] + begin : starts[row] + end] = places[first + begin : first + end]
         seen = np.concatenate([places[s.start : s.start + s.seen] for s in stretches])
-        on_device = (torch.from_numpy(x).to(device) for x in (computed, places, seen))
-        return cls(tuple(stretches), *on_device, padding=padding)
+        on_device = [torch.from_numpy(x).to(device) for x in (computed, places, seen)]
+        return cls(tuple(stretches), on_device[0], on_device[1], on_device[2], padding)
 
 
 def _splits(lengths: Sequence[int], chains: Sequence[Chain]) -> set[int]:

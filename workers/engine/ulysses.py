@@ -42,7 +42,7 @@ class TokenSharding:
         return whole.chunk(self.group.size())[self.group.rank()]
 
     def own_places(self, places: Tensor, total: int) -> tuple[Tensor, Tensor]:
-        """Indices among all ``total`` tokens (N,) -> which of them are this rank's, bool (N,), and these as indices into its slice."""
+        """Indices among all ``total`` tokens (N,) -> which are this rank's, bool (N,), and these as indices into its slice."""
         size = total // self.group.size()
         here = places - size * self.group.rank()
         mine = (here >= 0) & (here < size)

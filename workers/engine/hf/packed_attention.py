@@ -90,7 +90,7 @@ class PackedRows:
         return predicted[mine], here
 
     def answers(self, found: Tensor, predicted: Tensor, total: int) -> Tensor:
-        """Scatter results (M, ...) for the tokens that ``before`` returned to (total, ...), 0 for tokens that are not predicted."""
+        """Scatter results (M, ...) for the tokens that ``before`` returned to (total, ...), 0 for tokens not predicted."""
         mine = found.new_zeros(total, *found.shape[1:]).index_copy(0, predicted, found)
         # Each token's predecessor is on exactly one rank.
         return mine if self.cut is None else self.cut.sum(mine)
