@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Sequence
+from itertools import chain
 
 import torch
 
@@ -26,8 +27,12 @@ def batch_of(rows: Sequence[Row], dtype: torch.dtype = torch.float32) -> Batch:
     """Columns of toy_batch, and rows group, part and prompt_length."""
     groups, parts, prompts, ids, masks = zip(*rows, strict=True)
     batch = toy_batch([len(row) for row in ids], dtype=dtype)
-    mask = torch.tensor(sum(masks, [])) * (batch.positions() > 0)
-    columns = {"input_ids": torch.tensor(sum(ids, [])), "response_mask": mask, "loss_weight": mask / mask.sum().clamp(min=1)}
+    mask = torch.tensor(list(chain.from_iterable(masks))) * (batch.positions() > 0)
+    columns = {
+        "input_ids": torch.tensor(list(chain.from_iterable(ids))),
+        "response_mask": mask,
+        "loss_weight": mask / mask.sum().clamp(min=1),
+    }
     names = {"group": groups, "part": parts, "prompt_length": prompts}
     return batch.with_tokens(**columns).with_rows(**{name: torch.tensor(column) for name, column in names.items()})
 

@@ -20,9 +20,7 @@ def plain_shares(batch: Batch) -> list[list[int]]:
     masks = [row.tolist() for row in batch.split_rows("response_mask")]
     groups, prompts, parts = (batch.rows[name].tolist() for name in ("group", "prompt_length", "part"))
     rows = range(len(batch))
-    turns = {
-        g for g, part, mask, prompt in zip(groups, parts, masks, prompts, strict=True) if part or 0 in mask[prompt:]
-    }
+    turns = {g for g, part, mask, prompt in zip(groups, parts, masks, prompts, strict=True) if part or 0 in mask[prompt:]}
     own = [
         {prompts[row], len(ids[row]), *(i + 1 for i, (a, b) in enumerate(pairwise(masks[row])) if a != b)}
         if groups[row] in turns
