@@ -188,7 +188,7 @@ class SharedRows:
 
     def _fitting(self, branch: list[int], max_tokens: int) -> list[list[int]]:
         """Cut a branch into parts of at most ``max_tokens`` computed tokens; no single row exceeds it (check_rows_fit)."""
-        if self.computed(branch) <= max_tokens:
+        if len(branch) == 1 or self.computed(branch) <= max_tokens:
             return [branch]
         parts: list[list[int]] = []
         for row in sorted(branch, key=self.chains.__getitem__):  # neighbours in the tree remain together

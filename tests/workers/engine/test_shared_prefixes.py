@@ -13,7 +13,7 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 
 from tests.tiny import fsdp_config, save_tiny_model
 from tests.workers.engine.megatron.cases import megatron_config
-from tests.workers.engine.toy import ToyLoss, ValueLoss, distance, gradients, toy_batch, toy_engine
+from tests.workers.engine.toy import ToyLoss, ValueLoss, distance, exact_norm, gradients, toy_batch, toy_engine
 from tests.workers.forests import batch_of, conversation, forest
 from tests.workers.test_prefixes import plain_shares
 from workers.batch import Batch
@@ -166,13 +166,7 @@ BOUNDS = {"float64": 1e-10, "float32": 1e-6}
 
 @pytest.fixture
 def exact_norms(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Norms of Qwen2 in the dtype of their input: transformers' own take float32, in which other rounding is 1e-7."""
-
-    def forward(self: Any, states: Tensor) -> Tensor:
-        scaled: Tensor = states * torch.rsqrt(states.square().mean(-1, keepdim=True) + self.variance_epsilon)
-        return self.weight * scaled
-
-    monkeypatch.setattr(Qwen2RMSNorm, "forward", forward)
+    monkeypatch.setattr(Qwen2RMSNorm, "forward", exact_norm)
 
 
 @pytest.fixture(scope="module")
