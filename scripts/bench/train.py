@@ -15,7 +15,7 @@ CUDA wall seconds. forward: log-probs without gradient. f+b: forward and backwar
 --entropy: one more part, the same update that also measures the policy's entropy (sampled: over a sixteenth of the tokens, the
 default of a run; full: over all of them, actor.calculate_entropy). Its line ends with how much longer it takes, the median of the
 rounds' ratios. waste: fraction of tokens that went through the model and are padding; padded: the fraction if rows were padded to
-the longest. --groups, --turns: instead, rows that share prefixes, of the first shape and dtype, relative to the same rows in full.
+the longest. --groups, --turns: instead, rows that share prefixes, of the first shape and dtype, relative to complete rows.
 --groups: groups of 8 responses to a prompt. --turns: 8 conversations of 4 turns that begin with one prompt; each turn is a row
 with all before it. prompts: only the prompt is computed once; tree: every token. A table goes to stderr, JSON to stdout.
 """
