@@ -131,3 +131,9 @@ def test_time_is_linear_in_the_turns() -> None:
         return time.process_time() - start
 
     assert min(seconds(200) for _ in range(3)) < 0.2
+
+
+def test_equal_tokens_after_other_prefixes_are_not_shared() -> None:
+    rows = [(0, 0, 2, [1, 2, 7, 7, 3], [0, 0, 1, 1, 1]), (1, 0, 2, [5, 2, 7, 7, 3], [0, 0, 1, 1, 1])]
+    found = chains_by_tokens(batch_of(rows).with_rows(**{PREFIX_ENDS: torch.tensor([[2, 4], [2, 4]])}))
+    assert found is not None and shares_of(found)[0][1] == 0

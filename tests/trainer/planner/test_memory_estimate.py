@@ -9,8 +9,9 @@ from configs.schema.ppo import PPOConfig
 from configs.validation.placement import placement_of
 from scripts.bench.shapes import SHAPES
 from tests.tiny import tiny_config
+from trainer.planner import memory_estimate
 from trainer.planner.memory_estimate import ASLEEP, NCCL, RUNTIME, Use, estimate, keys_per_token, shape_of
-from trainer.planner.memory_model import Setting, Shape, gathering, training
+from trainer.planner.memory_model import Setting, Shape, attention_kept, columns, gathering, in_layer
 from workers.engine.shared_prefixes import SharedPrefixes
 from workers.prefixes import Chain
 
@@ -127,6 +128,14 @@ def test_keys_per_token_are_those_of_a_micro_batch_of_longest_rows(prompt: int, 
     shared = SharedPrefixes.of([prompt + response] * together, [chain] * together, torch.device("cpu"))
     expected = 1.0 if shared is None else len(shared.seen) / len(shared.computed)
     assert keys_per_token(prompt, response, n, tokens) == expected
-    shape = Shape.of(SHAPES["7b"])
-    more, one = (sum(training(shape, Setting(seen=seen), tokens).values()) for seen in (expected, 1.0))
-    assert more >= one and (more > one) == (together > 1)
+    more, one = Setting(seen=expected), Setting()
+    assert attention_kept(SHAPE, more) - attention_kept(SHAPE, one) == pytest.approx(4 * SHAPE.keys * (expected - 1))
+    assert columns(SHAPE, more) == expected * columns(SHAPE, one)
+    assert in_layer(SHAPE, more, tokens, 1)["norms, attention"] >= in_layer(SHAPE, one, tokens, 1)["norms, attention"]
+
+
+def test_keys_of_shared_prompts_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = (f"{ROLLOUT}.n=8", "data.max_prompt_length=8192", "data.max_response_length=64")
+    counted = gigabytes(*words)
+    monkeypatch.setattr(memory_estimate, "keys_per_token", lambda *lengths: 1.0)
+    assert counted["workers actor: update"] > gigabytes(*words)["workers actor: update"]
