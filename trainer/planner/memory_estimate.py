@@ -183,7 +183,7 @@ def memory_roles(config: PPOConfig, place: Placement, shapes: Mapping[str, Shape
 
 
 def keys_per_token(prompt: int, response: int, n: int, tokens: int) -> float:
-    """Keys that attention gathers per computed token of a micro-batch of ``tokens``, whose rows share prompts and are all longest.
+    """Keys that attention gathers per computed token of a micro-batch of ``tokens`` with rows of full length that share prompts.
 
     prompt, response, n: largest number of tokens of each, and responses to a prompt.
     """
