@@ -13,11 +13,11 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from heapq import heapreplace
-from itertools import chain
 
 import torch
 
 from workers.batch import Batch
+from workers.prefixes import Chain, repeated
 from workers.seeding import seed_of
 
 EVEN = 1.01  # accepted imbalance: work of the busiest rank / smallest possible work per rank
@@ -111,24 +111,16 @@ def _plan(lengths: Sequence[int], costs: Sequence[float], n_ranks: int, limits: 
     return Plan(shards=tuple(tuple(share) for share in shares), micro_batches=tuple(micro_batches))
 
 
-def repeats(rows: Sequence[int], groups: Sequence[int]) -> list[int]:
-    """Return the rows that have the group of an earlier row. rows, groups: groups[row] is the group of a row."""
-    first = {groups[row]: row for row in reversed(rows)}
-    return [row for row in rows if first[groups[row]] != row]
-
-
 @dataclass(frozen=True, slots=True)
 class SharedRows:
-    """Rows whose prompt is computed once per group and micro-batch.
+    """Rows whose common prefixes are computed once per micro-batch.
 
-    lengths[r]: tokens of row r. prompts[r]: its prompt tokens, shared within the group. groups[r]: its group. units[r]: its unit,
-    whose rows stay in one micro-batch, and have one group if anything is shared; None: each row is a unit. A limit in rows counts
-    units.
+    lengths[r]: tokens of row r. chains[r]: prefixes that it shares with other rows. A tree: the rows with the same first prefix.
+    units[r]: its unit, whose rows stay in one micro-batch; None: each row is a unit. A limit in rows counts units.
     """
 
     lengths: Sequence[int]
-    prompts: Sequence[int]
-    groups: Sequence[int]
+    chains: Sequence[Chain]
     units: Sequence[int] | None = None
 
     def members(self) -> list[list[int]]:
@@ -143,20 +135,20 @@ class SharedRows:
         return list(self.lengths) if self.units is None else [self.computed(rows) for rows in self.members()]
 
     def computed(self, rows: Sequence[int]) -> int:
-        """Tokens that a micro-batch of these rows computes: a group's prompt counts once."""
-        return sum(self.lengths[row] for row in rows) - sum(self.prompts[row] for row in repeats(rows, self.groups))
+        """Tokens that a micro-batch of these rows computes: each shared prefix counts once."""
+        return sum(self.lengths[row] for row in rows) - sum(repeated(rows, self.chains))
 
     def cost(self, rows: Sequence[int], attention_cost: float) -> float:
-        """Work of a micro-batch of these rows, in the unit of ``row_costs``; repeated prompts cost nothing."""
+        """Work of a micro-batch of these rows, in the unit of ``row_costs``; repeated prefixes cost nothing."""
         whole = row_costs([self.lengths[row] for row in rows], attention_cost)
-        return sum(whole) - sum(row_costs([self.prompts[row] for row in repeats(rows, self.groups)], attention_cost))
+        return sum(whole) - sum(row_costs(repeated(rows, self.chains), attention_cost))
 
     def plan(self, n_ranks: int, limits: Limits, *, attention_cost: float = 0.0) -> Plan:
         """Plan such rows, see ``make_plan``. Raises ValueError if a single row or unit exceeds ``max_tokens``.
 
-        Groups that stay together cost less; parts of groups are easier to balance over ranks. Whole groups, halves, quarters, ...
-        and single units are tried, and the plan with the least work on the busiest rank wins. The search ends at the first plan
-        whose busiest rank has at most EVEN times the smallest possible work.
+        Trees that stay together cost less; parts of trees are easier to balance over ranks. Whole trees, halves, quarters, ...,
+        single branches and single units are tried, and the plan with the least work on the busiest rank wins. The search ends at
+        the first plan whose busiest rank has at most EVEN times the smallest possible work.
         """
         check_rows_fit(self.lengths, limits)
         self._check_units_fit(limits)
@@ -171,12 +163,12 @@ class SharedRows:
         return best
 
     def _plans(self, n_ranks: int, limits: Limits, attention_cost: float) -> Iterator[Plan]:
-        """Yield candidate plans: whole groups, halves, quarters, ..., finally single units."""
+        """Yield candidate plans: whole trees, halves, quarters, ..., finally single units."""
         members = self.members()
-        largest, parts = max(Counter(self.groups[rows[0]] for rows in members).values(), default=1), 1
-        # A limit in rows would count units instead, so groups are not kept together under it.
+        largest, parts = max(Counter(self._root(rows[0]) for rows in members).values(), default=1), 1
+        # A limit in rows would count parts of trees instead, so trees are not kept together under it.
         while limits.max_tokens is not None and parts < largest:
-            yield self._plan_of(self._parts_of_groups(parts, limits.max_tokens), n_ranks, limits, attention_cost)
+            yield self._plan_of(self._parts_of_trees(parts, limits.max_tokens), n_ranks, limits, attention_cost)
             parts *= 2
         if self.units is None:
             yield make_plan(self.lengths, n_ranks, limits, attention_cost=attention_cost)
@@ -206,21 +198,47 @@ class SharedRows:
                     f"*_max_token_len_per_gpu to at least {tokens}"
                 )
 
-    def _parts_of_groups(self, parts: int, max_tokens: int) -> list[list[int]]:
-        """Rows of each part of the groups: ``parts`` of each, or as many more as needed for none to exceed ``max_tokens``.
+    def _parts_of_trees(self, parts: int, max_tokens: int) -> list[list[int]]:
+        """Rows of each part of the trees: ``parts`` of each, or as many more as needed for none to exceed ``max_tokens``.
 
-        No single unit exceeds it (_check_units_fit), so this always ends. Units are dealt out by length, which balances parts.
+        No single unit exceeds it (_check_units_fit), so this always ends. Branches are dealt out by length, which balances parts.
+        A unit counts to the tree and the branch of its first row: its rows are turns of one conversation.
         """
-        members, groups = self.members(), dict[int, list[list[int]]]()
+        members, trees = self.members(), dict[int, dict[int, list[list[int]]]]()
         for unit in _largest_first(range(len(members)), self.unit_tokens()):
-            groups.setdefault(self.groups[members[unit][0]], []).append(members[unit])
+            row = members[unit][0]
+            branch = self.chains[row][1][0] if len(self.chains[row]) > 1 else ~row
+            trees.setdefault(self._root(row), {}).setdefault(branch, []).append(members[unit])
         found = []
-        for units in groups.values():
-            n = min(parts, len(units))
-            while max(map(self.computed, dealt := [list(chain(*units[i::n])) for i in range(n)])) > max_tokens:
-                n += 1
+        for tree in trees.values():
+            branches = [part for units in tree.values() for part in self._fitting(units, max_tokens)]
+            dealt = _dealt(branches, n := min(parts, len(branches)))
+            while max(map(self.computed, dealt)) > max_tokens:
+                dealt = _dealt(branches, n := n + 1)
             found += dealt
         return found
+
+    def _root(self, row: int) -> int:
+        """Number of the row's tree; negative if it shares nothing."""
+        return self.chains[row][0][0] if self.chains[row] else ~row
+
+    def _fitting(self, units: Sequence[Sequence[int]], max_tokens: int) -> list[list[int]]:
+        """Cut the units of a branch into parts of at most ``max_tokens`` computed tokens; no single unit exceeds it."""
+        rows = [row for unit in units for row in unit]
+        if len(units) == 1 or self.computed(rows) <= max_tokens:
+            return [rows]
+        parts: list[list[int]] = []
+        for unit in sorted(units, key=lambda unit: self.chains[unit[0]]):  # neighbours in the tree remain together
+            if parts and self.computed([*parts[-1], *unit]) <= max_tokens:
+                parts[-1] += unit
+            else:
+                parts.append([*unit])
+        return parts
+
+
+def _dealt(branches: Sequence[Sequence[int]], n: int) -> list[list[int]]:
+    """Rows of each of n units, to which branches are dealt in turn."""
+    return [[row for branch in branches[i::n] for row in branch] for i in range(n)]
 
 
 def mini_batches(

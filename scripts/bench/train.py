@@ -5,6 +5,7 @@
     python scripts/bench/train.py --shapes 84m --dtypes float32 --profile    # and where the time goes
     python scripts/bench/train.py --shapes 0.5b --dtypes bfloat16 --device cuda --tokens 16384 --rounds 20 --entropy sampled
     python scripts/bench/train.py --shapes 3m --dtypes float32 --groups 17x60 128x64    # shared prompts
+    python scripts/bench/train.py --shapes 3m --dtypes float32 --turns 64x32x16    # shared prefixes of conversations
     python scripts/bench/train.py --quick                              # a smoke version, seconds
 
 Rows are ragged, packed, and all their tokens count. gemm: matrix products of the model's own shapes, each of a whole micro-batch,
@@ -14,8 +15,9 @@ CUDA wall seconds. forward: log-probs without gradient. f+b: forward and backwar
 --entropy: one more part, the same update that also measures the policy's entropy (sampled: over a sixteenth of the tokens, the
 default of a run; full: over all of them, actor.calculate_entropy). Its line ends with how much longer it takes, the median of the
 rounds' ratios. waste: fraction of tokens that went through the model and are padding; padded: the fraction if rows were padded to
-the longest. --groups: instead, groups of 8 rows with a shared prompt, of the first shape and dtype. A table goes to stderr, JSON
-to stdout.
+the longest. --groups, --turns: instead, rows that share prefixes, of the first shape and dtype, relative to complete rows.
+--groups: groups of 8 responses to a prompt. --turns: 8 conversations of 4 turns that begin with one prompt; each turn is a row
+with all before it. prompts: only the prompt is computed once; tree: every token. A table goes to stderr, JSON to stdout.
 """
 
 import argparse
@@ -43,9 +45,11 @@ from workers.batch import Batch
 from workers.engine import logprob
 from workers.engine.fsdp.fsdp_engine import FSDPEngine
 from workers.engine.hf.hf_model import DTYPES
+from workers.prefixes import PREFIX_ENDS, chains_by_group, prefix_ends
 
 PROMPT = 17  # tokens of each row before its response
-GROUPS, N = 7, 8  # of --groups: prompts, and responses of each
+GROUPS, N = 7, 8  # of --groups: prompts, and responses of each; of --turns: one prompt, and conversations
+TURNS = 4
 COLUMNS = ("case", "part", "ms", "CPU ms", "tokens/s", "GFLOP/s", "of gemm", "of peak", "waste", "padded")
 Seconds = tuple[float, float]
 """Wall, and CPU of this process."""
@@ -66,6 +70,12 @@ def main() -> None:
     parser.add_argument("--chunk", type=int, default=None, help="of positions, in the language head (default: the engine's)")
     parser.add_argument("--entropy", choices=("sampled", "full"), help="also measure an update with the entropy")
     parser.add_argument("--groups", nargs="+", metavar="PROMPTxRESPONSE", help="measure shared prompts of these lengths instead")
+    parser.add_argument(
+        "--turns",
+        nargs="+",
+        metavar="PROMPTxSAMPLEDxOBSERVED",
+        help="measure conversations of such turns that share prefixes instead",
+    )
     parser.add_argument("--rounds", type=int, default=5, help="after one that warms up (default: %(default)s)")
     parser.add_argument("--profile", action="store_true", help="one more forward and update, operation by operation")
     parser.add_argument("--quick", action="store_true", help="3.39M parameters, float32, 512 tokens, two rounds")
@@ -76,7 +86,7 @@ def main() -> None:
         logprob.chunk_size = lambda vocabulary: args.chunk
     if args.device == "cpu":
         torch.set_num_threads(1)
-    cases = measure_groups(args) if args.groups else measure_cases(args)
+    cases = measure_groups(args) if args.groups or args.turns else measure_cases(args)
     device = torch.cuda.get_device_name() if args.device == "cuda" else f"cpu, {torch.get_num_threads()} thread"
     settings = vars(args) | {"torch": torch.__version__, "device": device}
     print(json.dumps({"settings": settings, "cases": cases, "load": os.getloadavg()}, indent=1))
@@ -226,51 +236,75 @@ def measure(args: argparse.Namespace, shape: str, dtype: str) -> dict[str, Any]:
 
 
 def measure_groups(args: argparse.Namespace) -> dict[str, Any]:
-    """Log-probs and gradients of groups whose prompt is computed once, relative to the same rows in full.
+    """Log-probs and gradients of rows whose prefixes are computed once, relative to the same rows in full.
 
-    Both are one micro-batch and alternate; medians of the ratios of the rounds.
+    All are one micro-batch and alternate; medians of the ratios of the rounds.
     """
-    print(
-        "| prompt x response | tokens | computed | log-probs, ms | x whole | f+b, ms | x whole |\n" + "|---" * 7 + "|",
-        file=sys.stderr,
-    )
+    print("| rows | tokens | computed | log-probs, ms | x whole | f+b, ms | x whole |\n" + "|---" * 7 + "|", file=sys.stderr)
     with tempfile.TemporaryDirectory() as folder:
         engine = LoneEngine(
             shape=args.shapes[0], device=args.device, model_dtype=args.model_dtype, dtype=args.dtypes[0], recompute=args.recompute
         ).build(Path(folder))  # fmt: skip
-        cases = {lengths: measure_group(engine, args, *map(int, lengths.split("x"))) for lengths in args.groups}
+        cases: dict[str, Any] = {}
+        for lengths in args.groups or ():
+            cases |= measure_shared(engine, args, lengths, group_sides(args.shapes[0], *map(int, lengths.split("x"))))
+        for lengths in args.turns or ():
+            cases |= measure_shared(engine, args, lengths, turn_sides(args.shapes[0], *map(int, lengths.split("x"))))
         dist.destroy_process_group()
     return cases
 
 
-def measure_group(engine: FSDPEngine, args: argparse.Namespace, prompt: int, response: int) -> dict[str, Any]:
-    whole = random_rows(args.shapes[0], [prompt + response] * GROUPS * N)
+def group_sides(shape: str, prompt: int, response: int) -> dict[str, Batch]:
+    """Groups of responses: in full, and with shared prompts."""
+    whole = random_rows(shape, [prompt + response] * GROUPS * N)
     ids = whole.tokens["input_ids"].view(GROUPS, N, -1).clone()
     ids[:, :, :prompt] = ids[:, :1, :prompt]
-    mask = (whole.positions() >= prompt).long()
-    whole = whole.with_tokens(input_ids=ids.flatten(), response_mask=mask)
-    shared = whole.with_rows(prompt_length=torch.full((len(whole),), prompt))
-    plan = (tuple(range(len(whole))),)
+    whole = whole.with_tokens(input_ids=ids.flatten(), response_mask=(whole.positions() >= prompt).long())
+    return {"whole": whole, "": whole.with_rows(prompt_length=torch.full((len(whole),), prompt))}
+
+
+def turn_sides(shape: str, prompt: int, sampled: int, observed: int) -> dict[str, Batch]:
+    """N conversations of TURNS turns, each turn a row with all before it: in full, with shared prompts, with shared prefixes."""
+    turn, longest = sampled + observed, prompt + TURNS * (sampled + observed) - observed
+    ids = random_rows(shape, [longest] * N).tokens["input_ids"].view(N, longest).clone()
+    ids[:, :prompt] = ids[:1, :prompt]
+    lengths = torch.tensor([longest - turn * (TURNS - 1 - part) for part in range(TURNS)] * N)
+    rows = [ids[i // TURNS, :length] for i, length in enumerate(lengths.tolist())]
+    batch = Batch(lengths, {"input_ids": torch.cat(rows)}, meta={"temperature": 1.0})
+    mask = (batch.positions() >= torch.repeat_interleave(lengths - sampled, lengths)).long()
+    whole = batch.with_tokens(response_mask=mask, loss_weight=mask / mask.sum())
+    prompts = whole.with_rows(prompt_length=torch.full((len(whole),), prompt))
+    grouped = prompts.with_rows(group=torch.zeros_like(lengths), part=torch.arange(TURNS).repeat(N))
+    return {"whole": whole, "prompts": prompts, "tree": whole.with_rows(**{PREFIX_ENDS: prefix_ends(chains_by_group(grouped))})}
+
+
+def measure_shared(engine: FSDPEngine, args: argparse.Namespace, lengths: str, sides: dict[str, Batch]) -> dict[str, Any]:
+    """Cases of all ``sides`` but whole, by name: lengths and the side."""
+    whole, plan, seen = sides["whole"], (tuple(range(len(sides["whole"]))),), count_tokens(engine)
     found: dict[str, dict[str, list[float]]] = {"log-probs": {}, "f+b": {}}
+    computed = {}
 
     def train(batch: Batch) -> None:
         engine.accumulate(batch, plan, Likelihood())
         engine.move(grads="cpu")
 
     for _ in range(args.rounds + 1):
-        for side, batch in (("shared", shared), ("whole", whole)):
+        for side, batch in sides.items():
             forward = timed(args.device, lambda rows=batch: engine.forward(rows, plan, {"log_probs"}))  # type: ignore[misc]
             both = timed(args.device, lambda rows=batch: train(rows))  # type: ignore[misc]
             found["log-probs"].setdefault(side, []).append(counted(forward, args.device))
             found["f+b"].setdefault(side, []).append(counted(both, args.device))
-    tokens, computed = whole.total_tokens, GROUPS * (prompt + N * response)
-    case: dict[str, Any] = {"tokens": tokens, "computed": computed}
-    for part, sides in found.items():
-        ratios = [one / other for one, other in zip(sides["shared"][1:], sides["whole"][1:], strict=True)]
-        case[part] = {"seconds": statistics.median(sides["shared"][1:]), "of_whole": statistics.median(ratios), "all": ratios}
-    cells = [f"{case[part]['seconds'] * 1e3:.1f} | {case[part]['of_whole']:.2f}" for part in found]
-    print(f"| {prompt} x {response} | {tokens} | {computed} | " + " | ".join(cells) + " |", file=sys.stderr, flush=True)
-    return case
+            computed[side] = seen[-1]
+    cases: dict[str, Any] = {}
+    for side in sides.keys() - {"whole"}:
+        case = cases[f"{lengths} {side}".strip()] = {"tokens": whole.total_tokens, "computed": computed[side]}
+        for part, times in found.items():
+            ratios = [one / other for one, other in zip(times[side][1:], times["whole"][1:], strict=True)]
+            case[part] = {"seconds": statistics.median(times[side][1:]), "of_whole": statistics.median(ratios), "all": ratios}
+    for name, case in sorted(cases.items()):
+        cells = [f"{case[part]['seconds'] * 1e3:.1f} | {case[part]['of_whole']:.2f}" for part in found]
+        print(f"| {name} | {whole.total_tokens} | {case['computed']} | " + " | ".join(cells) + " |", file=sys.stderr, flush=True)
+    return cases
 
 
 def count_tokens(engine: FSDPEngine) -> list[int]:

@@ -32,7 +32,7 @@ HEAD = "| row, stage | script | model | GPUs | result | step, s | seconds by pha
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("results", type=Path, nargs="+")
-    parser.add_argument("--docs", type=Path, default=None, help="the page whose part between the two marks is written, with its .json")
+    parser.add_argument("--docs", type=Path, default=None, help="the page to write, between the two marks, and its .json")
     args = parser.parse_args()
     if args.docs is None:
         print(table(merged([json.loads(path.read_text()) for path in args.results])))

@@ -1,3 +1,4 @@
+import random
 import time
 from dataclasses import replace
 
@@ -6,8 +7,12 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from tests.workers.forests import forest
 from tests.workers.test_batch import as_lists, numbered
+from workers.batch import Batch
+from workers.engine.shared_prefixes import SharedPrefixes
 from workers.plan import EVEN, Limits, Plan, SharedRows, first_fit, make_plan, mini_batches, row_costs
+from workers.prefixes import PREFIX_ENDS, chains_by_group, chains_by_tokens, prefix_ends
 
 lengths = st.lists(st.integers(1, 300), max_size=60)
 limits = st.one_of(
@@ -159,7 +164,11 @@ groups_of_rows = st.lists(
 
 def shared_rows(groups: list[tuple[int, list[int]]]) -> SharedRows:
     """groups: (prompt, responses), in tokens."""
-    rows = [(prompt + answer, prompt, group) for group, (prompt, answers) in enumerate(groups) for answer in answers]
+    rows = [
+        (prompt + answer, ((group, prompt),) if prompt else ())
+        for group, (prompt, answers) in enumerate(groups)
+        for answer in answers
+    ]
     return SharedRows(*zip(*rows, strict=True))
 
 
@@ -211,7 +220,7 @@ def with_units(groups: list[tuple[int, list[list[int]]]], *, shares: bool, seed:
     rows, unit = [], 0
     for group, (prompt, units) in enumerate(groups):
         for answers in units:
-            rows += [(prompt + answer, prompt if shares else 0, group, unit) for answer in answers]
+            rows += [(prompt + answer, ((group, prompt),) if shares and prompt else (), unit) for answer in answers]
             unit += 1
     order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed)).tolist()
     return SharedRows(*zip(*(rows[i] for i in order), strict=True))
@@ -246,11 +255,11 @@ def test_units_of_one_row_are_planned_as_rows(groups: list[tuple[int, list[int]]
 
 
 def test_unit_over_the_limit_is_refused_with_the_tokens_of_its_parts() -> None:
-    rows = SharedRows([90, 20, 120], [0, 0, 0], [0, 1, 0], [7, 8, 7])
+    rows = SharedRows([90, 20, 120], [(), (), ()], [7, 8, 7])
     with pytest.raises(ValueError, match=r"^rows 0, 2 of one .* have 90 \+ 120 = 210 tokens, .* is 200: raise .* at least 210$"):
         rows.plan(2, Limits(max_tokens=200))
     assert sorted(map(len, rows.plan(2, Limits(max_tokens=210)).shards)) == [1, 2]
-    shared = replace(rows, prompts=[50, 0, 50])
+    shared = replace(rows, chains=[((0, 50),), (), ((0, 50),)])
     with pytest.raises(ValueError, match=r"have 90 \+ 120 - 50 shared = 160 tokens"):
         shared.plan(2, Limits(max_tokens=150))
     assert replace(rows, units=None).plan(2, Limits(max_tokens=120)), "rows of their own fit"
@@ -265,6 +274,83 @@ def test_rows_of_a_trajectory_share_a_mini_batch(rows: list[tuple[int, int]], n_
 
 
 def test_number_of_computed_tokens() -> None:
-    rows = SharedRows([15, 12, 11, 9], [10, 10, 3, 3], [7, 7, 5, 4])
+    rows = SharedRows([15, 12, 11, 9], [((7, 10),), ((7, 10),), ((5, 3),), ((4, 3),)])
     assert [rows.computed(part) for part in ([0, 1], [2, 3], [0, 1, 2, 3], [], [1])] == [17, 20, 37, 0, 12]
     assert rows.cost([0, 1], 0.5) == 15 + 12 - 10 + 0.5 * (225 + 144 - 100)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_forests_are_planned_under_the_cap_in_the_tokens_that_engines_compute(seed: int) -> None:
+    batch = forest(seed, vocabulary=3, n_groups=8)
+    chains = chains_by_group(batch)
+    rows, limit = SharedRows(batch.lengths.tolist(), chains), int(batch.lengths.max()) + seed
+    needed = Batch(batch.lengths, batch.tokens, {PREFIX_ENDS: prefix_ends(chains)})
+    for n_ranks in (1, 3):
+        plan = rows.plan(n_ranks, Limits(max_tokens=limit), attention_cost=1e-3)
+        assert sorted(row for share in plan.shards for row in share) == list(range(len(batch)))
+        assert len({len(cut) for cut in plan.micro_batches}) == 1
+        for share, cut in zip(plan.split(needed), plan.micro_batches, strict=True):
+            found = chains_by_tokens(share)
+            assert found is not None
+            for part in filter(None, cut):
+                lengths = share.lengths[list(part)].tolist()
+                shared = SharedPrefixes.of(lengths, [found[row] for row in part], torch.device("cpu"))
+                assert (sum(lengths) if shared is None else len(shared.computed)) <= limit
+        single = make_plan(rows.lengths, n_ranks, Limits(max_tokens=limit), attention_cost=1e-3)
+        actual, plain = (max(sum(rows.cost(part, 1e-3) for part in cut) for cut in p.rows_by_rank()) for p in (plan, single))
+        assert actual <= EVEN * plain
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_units_of_forests_stay_together_under_the_cap(seed: int) -> None:
+    """Of turns of a conversation, and of rows that share nothing."""
+    batch = forest(seed, vocabulary=3, n_groups=8)
+    numbers = random.Random(seed)
+    rows = SharedRows(batch.lengths.tolist(), chains_by_group(batch), [numbers.randrange(len(batch) // 2) for _ in batch.lengths])
+    limit = max(rows.unit_tokens()) + seed
+    for n_ranks in (1, 3):
+        plan = rows.plan(n_ranks, Limits(max_tokens=limit), attention_cost=1e-3)
+        cuts = [part for cut in plan.rows_by_rank() for part in cut]
+        assert sorted(row for part in cuts for row in part) == list(range(len(batch)))
+        assert all(any(set(unit) <= set(part) for part in cuts) for unit in rows.members())
+        assert max(rows.computed(part) for part in cuts) <= limit
+
+
+def test_a_tree_is_cut_between_its_branches() -> None:
+    """Two prompts of 100 tokens, each with three conversations of four turns of 10 tokens that are rows."""
+    chains, lengths = [], []
+    for tree in range(2):
+        for branch in range(3):
+            nodes = [(1000 * tree, 100), *((1000 * tree + 10 * branch + turn, 100 + 10 * turn) for turn in range(1, 4))]
+            chains += [tuple(nodes[: turn + 1]) for turn in range(1, 4)] + [tuple(nodes)]
+            lengths += [110, 120, 130, 140]
+    rows = SharedRows(lengths, chains)
+    assert sorted(rows.sizes(rows.plan(2, Limits(max_tokens=220)))) == [(12, 220), (12, 220)]
+    thirds = rows.plan(6, Limits(max_tokens=220))
+    assert rows.sizes(thirds) == [(4, 140)] * 6
+    assert sorted(map(sorted, thirds.shards)) == [list(range(first, first + 4)) for first in range(0, 24, 4)]
+
+
+def test_a_branch_over_the_limit_is_cut_between_rows_that_share_most() -> None:
+    """After two tokens and one more three rows of 10 tokens and a pair of 10, which shares 8 of them."""
+    one, pair = ((0, 2), (1, 3)), ((0, 2), (1, 3), (2, 8))
+    chains = [one, pair, one, pair, one, ((0, 2),)]
+    rows = SharedRows([10, 10, 10, 10, 10, 3], chains)
+    plan = rows.plan(1, Limits(max_tokens=20))
+    assert max(tokens for _, tokens in rows.sizes(plan)) <= 20
+    assert any({1, 3} <= set(part) for part in plan.rows_by_rank()[0])
+
+
+@given(groups_of_rows, st.integers(1, 8), st.integers(101, 200))
+def test_parts_of_prompts_are_their_rows_dealt_out_by_length(groups: list[tuple[int, list[int]]], parts: int, cap: int) -> None:
+    groups = [(prompt + 1, answers) for prompt, answers in groups]
+    rows, expected, first = shared_rows(groups), {}, 0
+    for prompt, answers in groups:
+        members = sorted(range(first, first + len(answers)), key=lambda row: (-rows.lengths[row], row))
+        first += len(answers)
+        n = min(parts, len(members))
+        while any(prompt + sum(rows.lengths[row] - prompt for row in members[i::n]) > cap for i in range(n)):
+            n += 1
+        expected[min(-rows.lengths[row] for row in members), min(members)] = [members[i::n] for i in range(n)]
+    order = sorted(expected, key=lambda key: (key[0], key[1]))
+    assert rows._parts_of_trees(parts, cap) == [unit for key in order for unit in expected[key]]

@@ -15,10 +15,11 @@ from workers.controller.rpc import Call, Mesh, role_call, sharded, worker_call
 from workers.engine.base import EngineSpec, LossSpec, Saved
 from workers.metric import Metric, Metrics, join_metrics
 from workers.plan import Limits, Plan, SharedRows
+from workers.prefixes import PREFIX_ENDS, chains_by_group, prefix_ends
 from workers.roles.model_role import ModelRole
 
-PROMPT = {"prompt_length"}
-"""Row columns with which engines share prompts, see EngineSpec.shares_prompts."""
+SHARING = {"prompt_length", PREFIX_ENDS}
+"""Row columns with which engines share prefixes, see EngineSpec.shares_prefixes."""
 R = TypeVar("R")
 
 
@@ -53,7 +54,7 @@ class RemoteModel:
         self.train_limits = train_limits
         self.budget = budget
         self.attention_cost = attention_cost
-        self._shares_prompts = spec.shares_prompts
+        self._shares_prefixes = spec.shares_prefixes
         self._flops = 0.0
         from workers.roles.worker import Worker  # imported late, here and below: it loads transformers
 
@@ -66,9 +67,10 @@ class RemoteModel:
 
         limits: largest micro-batch; None: forward_limits. adapter: False switches the LoRA adapter off.
         """
-        plan = self._plan(self._rows(batch), limits or self.forward_limits)
+        batch, shared = self._with_prefixes(batch)
+        plan = self._plan(shared, limits or self.forward_limits)
         # Other columns would travel to every rank without being read.
-        needed = batch.only(tokens=["input_ids", "response_mask"], rows=sorted(PROMPT & batch.rows.keys()))
+        needed = batch.only(tokens=["input_ids", "response_mask"], rows=sorted(SHARING & batch.rows.keys()))
         cuts = sharded(plan.micro_batches)
         call = role_call(self.role, ModelRole.forward, sharded(plan.split(needed)), cuts, list(outputs), adapter)
         # The ranks that answer are those whose engine returns a batch, see Worker.build_model.
@@ -86,12 +88,11 @@ class RemoteModel:
         If memory runs out, the budget is halved. A rank that is alone repeats the step, and the metric out_of_memory counts
         the repetitions. Several ranks may hang in a collective by then: WorkerError of kind OutOfMemory is raised.
         """
-        needed = mini_batch.only(
-            tokens=["input_ids", "response_mask", "loss_weight", *columns], rows=[*rows, *sorted(PROMPT & mini_batch.rows.keys())]
-        )
-        shared = self._rows(mini_batch)
+        mini_batch, shared = self._with_prefixes(mini_batch)
         shared = shared if units is None else replace(shared, units=mini_batch.rows[units].tolist())
         sizes = shared.unit_tokens()
+        sharing = sorted(SHARING & mini_batch.rows.keys())
+        needed = mini_batch.only(tokens=["input_ids", "response_mask", "loss_weight", *columns], rows=[*rows, *sharing])
         repeats = 0
         while True:
             plan = self._plan(shared, self.budget.limits(self.train_limits, sizes))
@@ -150,13 +151,13 @@ class RemoteModel:
     def export_hf(self, path: str) -> None:
         self.watchdog.call(self.group, "save", f"export of {self.role}", role_call(self.role, ModelRole.export_hf, path))
 
-    def _rows(self, batch: Batch) -> SharedRows:
-        """Rows for planning: rows of a group share their prompt if the engine computes one copy of it."""
+    def _with_prefixes(self, batch: Batch) -> tuple[Batch, SharedRows]:
+        """The batch with the column PREFIX_ENDS if its rows share prefixes and the engine does, and its rows for planning."""
         lengths = batch.lengths.tolist()
-        if not self._shares_prompts or not {"group", "prompt_length"} <= batch.rows.keys():
-            # Nothing is shared: each row is a group of its own, with a prompt of 0 tokens.
-            return SharedRows(lengths, [0] * len(lengths), range(len(lengths)))
-        return SharedRows(lengths, batch.rows["prompt_length"].tolist(), batch.rows["group"].tolist())
+        if not self._shares_prefixes or not {"group", "prompt_length"} <= batch.rows.keys():
+            return batch, SharedRows(lengths, [()] * len(lengths))
+        chains = chains_by_group(batch)
+        return batch.with_rows(**{PREFIX_ENDS: prefix_ends(chains)}), SharedRows(lengths, chains)
 
     def _plan(self, rows: SharedRows, limits: Limits) -> Plan:
         return rows.plan(len(self.mesh.output_ranks), limits, attention_cost=self.attention_cost)

@@ -33,7 +33,7 @@ class Role:
     """A model role on its workers.
 
     learns, forwards: tokens per micro-batch in a train step and in a forward pass; None: the role has no such phase. several: a
-    train step has more than one micro-batch. model: None for a reward model, which has no adapter.
+    train step has more than one micro-batch. model: None for a reward model, which has no adapter. seen: see Setting.
     """
 
     config: ShardedConfig
@@ -43,6 +43,7 @@ class Role:
     learns: int | None
     forwards: int | None
     several: bool = True
+    seen: float = 1.0
 
     @property
     def adapter(self) -> float:
@@ -70,6 +71,7 @@ class Role:
             no_sync=fsdp.use_no_sync_for_gradient_accumulation,
             offload=model is not None and model.enable_activation_offload,
             pieces=model.tiled_mlp.num_shards if model is not None and model.tiled_mlp.enabled else 1,
+            seen=self.seen,
         )
 
     def checkpoint(self) -> float:
@@ -169,13 +171,24 @@ def memory_roles(config: PPOConfig, place: Placement, shapes: Mapping[str, Shape
         if key in mini_batches:
             mine = -(-mini_batches[key] * n // shares) * longest
             learns, several = min(held[key, "ppo_"], mine), held[key, "ppo_"] < mine
+        seen = 1.0
         if isinstance(role, ScoringModelConfig):
             forwards = scoring_cut(key, role, pool).tokens(longest)
         else:
             forwards = held[asked.get(key, (key, "forward_"))]
             model = config.critic.model if role is config.critic else models.model
-        found[key] = Role(role, model, shapes[key], pool, learns, min(forwards, most), several)
+            seen = keys_per_token(data.max_prompt_length, data.max_response_length, n, max(learns or 0, min(forwards, most)))
+        found[key] = Role(role, model, shapes[key], pool, learns, min(forwards, most), several, seen)
     return found
+
+
+def keys_per_token(prompt: int, response: int, n: int, tokens: int) -> float:
+    """Keys that attention gathers per computed token of a micro-batch of ``tokens`` with rows of full length that share prompts.
+
+    prompt, response, n: largest number of tokens of each, and responses to a prompt.
+    """
+    together = min(n, max(1, (tokens - prompt) // response))
+    return (prompt + together * (prompt + response)) / (prompt + together * response) if together > 1 else 1.0
 
 
 def estimate(config: PPOConfig, place: Placement, shapes: Mapping[str, Shape], gpu_bytes: float | None) -> Iterator[Use]:

@@ -81,7 +81,7 @@ class Setting:
     model_dtype and dtype. trained: all weights are trained; False: frozen base, as under LoRA, whose adapter is not counted.
     several: a step has more than one micro-batch. no_sync: gradients are reduced over GPUs only in the last micro-batch. gqa: the
     attention kernel accepts fewer key heads than query heads. offload: enable_activation_offload of the model. pieces: num_shards
-    of its tiled_mlp; 1 without it.
+    of its tiled_mlp; 1 without it. seen: keys that attention gathers per computed token, 1 unless rows share prefixes.
     """
 
     gpus: int = 1
@@ -95,6 +95,7 @@ class Setting:
     gqa: bool = True
     offload: bool = False
     pieces: int = 1
+    seen: float = 1.0
 
     @property
     def unsharded(self) -> bool:
@@ -165,10 +166,11 @@ def norms(shape: Shape, setting: Setting) -> float:
 def attention_kept(shape: Shape, setting: Setting) -> float:
     """Bytes per token that attention keeps for the backward pass: q, k, v, output, and the float32 log-sum-exp of each head.
 
-    Ulysses exchanges tokens for heads, which keeps the total size, except that key heads are repeated if fewer than ranks.
+    Ulysses exchanges tokens for heads, which keeps the total size, except that key heads are repeated if fewer than ranks. Rows
+    that share a prefix each have a copy of its keys and values.
     """
     repeated = max(1.0, setting.sp / shape.kv_heads)
-    keys = shape.keys * repeated if setting.gqa else shape.queries
+    keys = (shape.keys * repeated if setting.gqa else shape.queries) * setting.seen
     return setting.compute * (2 * shape.queries + 2 * keys) + FLOAT32 * shape.heads
 
 
@@ -222,9 +224,9 @@ def head_backward(shape: Shape, setting: Setting) -> float:
 def columns(shape: Shape, setting: Setting) -> float:
     """Bytes per token of the batch's columns, for the complete row on every rank: 20 numbers of 8 bytes.
 
-    Token ids, masks, weights, old and new log-probs, advantages and gradients.
+    Token ids, masks, weights, old and new log-probs, advantages and gradients. Each row has its own, also of a shared prefix.
     """
-    return 20 * 8.0
+    return 20 * 8.0 * setting.seen
 
 
 def layer_forward(shape: Shape, setting: Setting) -> float:
@@ -234,7 +236,7 @@ def layer_forward(shape: Shape, setting: Setting) -> float:
     the width of q, k, v, and three states.
     """
     mlp = 3 * shape.intermediate / setting.pieces + (4 if setting.pieces == 1 else 5) * shape.hidden
-    return setting.compute * max(mlp, 4 * shape.queries + 2 * shape.keys + 3 * shape.hidden)
+    return setting.compute * max(mlp, 4 * shape.queries + 2 * shape.keys * setting.seen + 3 * shape.hidden)
 
 
 def resident(shape: Shape, setting: Setting) -> Parts:

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from configs.schema.common import FSDPConfig, ModelConfig, Sharding
 from workers.batch import Batch
-from workers.engine.shared_prompts import Prompts
 from workers.metric import Metrics
 from workers.plan import MicroBatches
+from workers.prefixes import Chain, chains_by_tokens
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -108,12 +108,9 @@ class EngineSpec:
     seed: int
 
     @property
-    def shares_prompts(self) -> bool:
-        """Whether rows of a micro-batch with equal prompts compute the prompt once (needs rows["prompt_length"]).
-
-        Only with FSDP and without Ulysses sequence parallelism, which splits the tokens over ranks.
-        """
-        return isinstance(self.sharding, FSDPConfig) and self.sharding.ulysses_sequence_parallel_size == 1
+    def shares_prefixes(self) -> bool:
+        """Whether rows of a micro-batch compute a common prefix once, see workers/prefixes.py. Only with FSDP."""
+        return isinstance(self.sharding, FSDPConfig)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,9 +153,9 @@ class TrainEngine(ABC):
     adapter_config: LoraConfig | None = None
     """The model's LoRA adapter, with module names of the Hugging Face model; None without one."""
 
-    def prompts(self, batch: Batch) -> Prompts | None:
-        """Prompt groups of the batch for prompt sharing, see EngineSpec.shares_prompts; None if prompts are not shared."""
-        return Prompts.of(batch) if self.spec.shares_prompts else None
+    def chains(self, batch: Batch) -> list[Chain] | None:
+        """Prefixes that the rows share, see EngineSpec.shares_prefixes; None if prefixes are not shared."""
+        return chains_by_tokens(batch) if self.spec.shares_prefixes else None
 
     @abstractmethod
     def forward(self, batch: Batch, plan: MicroBatches, outputs: set[str], *, adapter: bool = True) -> Batch | None:

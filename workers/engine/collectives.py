@@ -26,6 +26,12 @@ def gather_replicated(mine: Tensor, group: dist.ProcessGroup) -> Tensor:
     return whole
 
 
+def sum_replicated(part: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """All-reduce whose result all ranks use identically: the gradient is that of the sum, without communication."""
+    whole: Tensor = _Sum.apply(part, group)
+    return whole
+
+
 def all_to_all(parts: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Exchange (ranks, ...), one part for each rank -> (ranks, ...), one part from each rank."""
     received: Tensor = _AllToAll.apply(parts, group)
@@ -50,6 +56,20 @@ class _Gather(torch.autograd.Function):
         if ctx.summed:
             dist.all_reduce(gradient, group=group)
         return gradient.chunk(group.size())[group.rank()], None, None
+
+
+class _Sum(torch.autograd.Function):
+    """All-reduce; each rank's part gets the gradient of the sum."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, group: dist.ProcessGroup) -> Tensor:
+        whole = part.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(whole, group=group)
+        return whole
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
 
 
 class _AllToAll(torch.autograd.Function):

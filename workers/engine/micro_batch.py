@@ -48,13 +48,12 @@ def micro_batch(batch: Batch, chosen: Sequence[int], device: torch.device) -> Ba
     )
 
 
-def flat_rows(rows: Batch, unit: int) -> tuple[Tensor, Tensor, list[int]]:
-    """input_ids and positions, int64 (T,), and the lengths, with T padded to a multiple of ``unit``.
+def flat_rows(rows: Batch, padding: int) -> tuple[Tensor, Tensor, list[int]]:
+    """input_ids and positions, int64 (T,), and the lengths, with ``padding`` more tokens.
 
     The padding is one more row at the end, which no loss reads; attention stays within rows, so it affects no other row.
     """
     ids = rows.tokens["input_ids"]
-    padding = -rows.total_tokens % unit
     if not padding:
         return ids, rows.positions().to(ids.device), rows.lengths.tolist()
     positions = torch.cat([rows.positions(), torch.arange(padding)]).to(ids.device)

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import PretrainedConfig
 
-from workers.engine.collectives import all_to_all, gather_replicated
+from workers.engine.collectives import all_to_all, gather_replicated, sum_replicated
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,19 +41,20 @@ class TokenSharding:
         assert len(whole) % self.group.size() == 0, f"{len(whole)} tokens do not fall into {self.group.size()} parts"
         return whole.chunk(self.group.size())[self.group.rank()]
 
-    def own_places(self, places: Tensor, total: int) -> Tensor:
-        """Select, of indices among all ``total`` tokens (N,), those of this rank, as indices into its slice (at most N,)."""
+    def own_places(self, places: Tensor, total: int) -> tuple[Tensor, Tensor]:
+        """Indices among all ``total`` tokens (N,) -> which are this rank's, bool (N,), and these as indices into its slice."""
         size = total // self.group.size()
         here = places - size * self.group.rank()
-        return here[(here >= 0) & (here < size)]
-
-    def all_places(self, here: Tensor, total: int) -> Tensor:
-        """Inverse of own_places: indices into this rank's slice -> indices among all ``total`` tokens."""
-        return here + total // self.group.size() * self.group.rank()
+        mine = (here >= 0) & (here < size)
+        return mine, here[mine]
 
     def whole(self, mine: Tensor) -> Tensor:
         """All-gather (T / sp, ...) -> (T, ...), for results that all ranks use identically: see gather_replicated."""
         return gather_replicated(mine, self.group)
+
+    def sum(self, parts: Tensor) -> Tensor:
+        """Sum over the ranks, of the same shape, for results that all ranks use identically: see sum_replicated."""
+        return sum_replicated(parts, self.group)
 
     def to_heads(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Redistribute q (T / sp, heads, D), k and v (T / sp, kv heads, D) from tokens to heads.

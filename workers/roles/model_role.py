@@ -9,6 +9,7 @@ from workers.batch import Batch
 from workers.engine.base import LossSpec, Saved, TrainEngine
 from workers.metric import Metric, Metrics
 from workers.plan import MicroBatches
+from workers.prefixes import repeated
 from workers.roles.memory_scheduler import MemoryScheduler
 from workers.rollout.sync.channel import Sender
 
@@ -34,10 +35,11 @@ class ModelRole:
         """One optimizer step on this rank's rows of a mini-batch; see TrainEngine.train_step. Adds the metric flops."""
         assert self.loss is not None, f"role {self.name} has no loss: it is not trained"
         self.memory_scheduler.enter("train", self.name)
-        metrics, prompts = self.engine.train_step(batch, plan, self.loss), self.engine.prompts(batch)
-        # Rows that share a prompt compute it once: subtract its repetitions.
-        spared = self.engine.flops([] if prompts is None else prompts.repeated(plan), backward=True)
-        return metrics | {"flops": Metric.sum(self.engine.flops(batch.lengths.tolist(), backward=True) - spared)}
+        metrics, chains = self.engine.train_step(batch, plan, self.loss), self.engine.chains(batch)
+        # Rows that share a prefix compute it once: subtract its repetitions.
+        spared = [] if chains is None else [length for rows in plan for length in repeated(rows, chains)]
+        flops = (self.engine.flops(lengths, backward=True) for lengths in (batch.lengths.tolist(), spared))
+        return metrics | {"flops": Metric.sum(next(flops) - next(flops))}
 
     def send_weights(self, replicas: Collection[int] | None = None) -> None:
         """Send the weights to rollout engines in other processes, which run sync_weights meanwhile. Collective.

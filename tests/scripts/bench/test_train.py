@@ -41,8 +41,8 @@ def test_quick_run_is_compared_with_products_of_the_same_run(
 
 
 def test_padding_is_reported_as_waste(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    padded = partial(fsdp.flat_rows, unit=600)
-    monkeypatch.setattr(fsdp, "flat_rows", lambda rows, unit: padded(rows))
+    padded = partial(fsdp.flat_rows, padding=88)
+    monkeypatch.setattr(fsdp, "flat_rows", lambda rows, padding: padded(rows))
     report, _ = quick(monkeypatch, capsys)
     assert report["cases"]["3m float32"]["padding_waste"] == pytest.approx(88 / 600)
 
@@ -74,4 +74,17 @@ def test_shared_prompts_take_less_time_than_whole_rows(
     case = report["cases"]["64x8"]
     assert case["tokens"] == 16 * 72 and case["computed"] == 2 * 64 + 16 * 8
     assert 0.1 < case["f+b"]["of_whole"] < 0.8 and 0.1 < case["log-probs"]["of_whole"] < 0.8
-    assert "| 64 x 8 | 1152 | 256 |" in table
+    assert "| 64x8 | 1152 | 256 |" in table
+
+
+def test_turns_of_conversations_are_compared_with_shared_prompts_and_whole_rows(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(train, "N", 3)
+    report, table = quick(monkeypatch, capsys, "--turns", "40x8x4")
+    rows = [40 + 8 + 12 * part for part in range(4)]
+    tree, prompts = (report["cases"][f"40x8x4 {side}"] for side in ("tree", "prompts"))
+    assert tree["tokens"] == prompts["tokens"] == 3 * sum(rows)
+    assert tree["computed"] == 40 + 3 * (rows[-1] - 40) and prompts["computed"] == 40 + 3 * (sum(rows) - 4 * 40)
+    assert 0.1 < tree["f+b"]["of_whole"] < 0.8 and 0.1 < tree["log-probs"]["of_whole"] < 0.8
+    assert f"| 40x8x4 tree | {3 * sum(rows)} | 172 |" in table

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.trainer.watchdogs import PHASES, watchdog
+from tests.workers.forests import batch_of, conversation
 from tests.workers.rollout.engines import spec_of
 from tests.workers.test_batch import numbered
 from trainer.cluster.oom_backoff import Budget
@@ -24,6 +25,7 @@ from workers.controller.rpc import Call
 from workers.engine.base import Saved, SavedFile
 from workers.metric import Metric
 from workers.plan import Limits, MicroBatches, make_plan
+from workers.prefixes import chains_by_tokens, repeated
 from workers.rollout.base import Sampling
 
 
@@ -102,12 +104,12 @@ def model() -> Any:
         yield group
 
 
-def start(group: Any, watchdog: Watchdog = PATIENT, *, shares_prompts: bool = False) -> RemoteModel:
+def start(group: Any, watchdog: Watchdog = PATIENT, *, shares_prefixes: bool = False) -> RemoteModel:
     limits = Limits(max_tokens=12)
     return RemoteModel(
         group,
         "actor",
-        cast(Any, SimpleNamespace(shares_prompts=shares_prompts)),
+        cast(Any, SimpleNamespace(shares_prefixes=shares_prefixes)),
         None,
         forward_limits=limits,
         train_limits=limits,
@@ -220,7 +222,7 @@ class Sharing(Mirror):
 
 
 @pytest.mark.parametrize("shares", [False, True])
-def test_responses_to_a_prompt_share_a_micro_batch_if_the_engine_shares_prompts(shares: bool) -> None:
+def test_responses_to_a_prompt_share_a_micro_batch_if_the_engine_shares_prefixes(shares: bool) -> None:
     sizes = [9, 10, 9, 10, 9, 10]
     ones = torch.ones(sum(sizes))
     """Groups 0 and 1 have the same data row as their prompt."""
@@ -229,9 +231,32 @@ def test_responses_to_a_prompt_share_a_micro_batch_if_the_engine_shares_prompts(
     first = torch.repeat_interleave(batch.rows["group"], batch.lengths)
     batch = batch.with_tokens(input_ids=first, response_mask=ones, loss_weight=ones)
     with LocalBackend() as backend:
-        actor = start(backend.start_group("workers", ResourcePool((1,), "cpu", "pool"), Sharing), shares_prompts=shares)
+        actor = start(backend.start_group("workers", ResourcePool((1,), "cpu", "pool"), Sharing), shares_prefixes=shares)
         torn = actor.forward(batch, ["log_probs"]).tokens["log_probs"][0], actor.train_step(batch, ())["split_groups"].value
     assert [float(count) == 0 for count in torn] == [shares, shares]
+
+
+class Computing(Mirror):
+    """Returns as log-probs the tokens of each micro-batch that its rank computes."""
+
+    def forward(self, batch: Batch, plan: MicroBatches, outputs: list[str], adapter: bool) -> Batch:
+        chains, counts = chains_by_tokens(batch), torch.zeros(len(batch))
+        assert chains is not None
+        for part in plan:
+            counts[list(part)] = float(sum(batch.lengths[list(part)]) - sum(repeated(part, chains)))
+        return Batch(batch.lengths, tokens={"log_probs": torch.repeat_interleave(counts, batch.lengths)})
+
+
+def test_turns_that_are_rows_are_computed_once_under_the_limit() -> None:
+    """Two conversations of three rows, of 12 tokens in all: a micro-batch of 12 tokens holds one of them."""
+    rows = [
+        row for ids in (10, 20) for row in conversation(ids, [ids] * 4, [([ids + turn, 1], [2]) for turn in range(3)], parts=True)
+    ]
+    batch = batch_of([*rows[::2], *rows[1::2]])
+    with LocalBackend() as backend:
+        actor = start(backend.start_group("workers", ResourcePool((1,), "cpu", "pool"), Computing), shares_prefixes=True)
+        found = actor.forward(batch, ["log_probs"]).tokens["log_probs"]
+    assert found.tolist() == [12.0] * batch.total_tokens
 
 
 class Halved(Mirror):

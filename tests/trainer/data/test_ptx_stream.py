@@ -11,8 +11,9 @@ from tests.trainer.data.tokenizers import byte_tokenizer, data_config
 from tests.workers.engine.toy import toy_batch
 from trainer.data.ptx_stream import PtxStream, ptx_stream
 from workers.batch import Batch
-from workers.engine.shared_prompts import Prompts
+from workers.engine.shared_prefixes import SharedPrefixes
 from workers.plan import Limits, SharedRows
+from workers.prefixes import chains_by_group, chains_by_tokens
 
 TOKENS = [12, 13, 17, 15, 14]  # tokens of the rows below, with <user>, <a> and <eos>
 
@@ -75,13 +76,12 @@ def test_no_micro_batch_has_more_tokens_than_the_cap_whatever_the_data_rows_are(
         columns = {"input_ids": ids, "response_mask": torch.ones(len(ids)), "loss_weight": torch.ones(len(ids))}
         mixed = texts.extend(Batch(lengths, columns, {"group": group, "prompt_length": prompts}))
         lengths_of, cap = mixed.lengths.tolist(), int(mixed.lengths.max()) + draw.randint(0, 60)
-        planned = SharedRows(lengths_of, mixed.rows["prompt_length"].tolist(), mixed.rows["group"].tolist())
-        computed = Prompts.of(mixed)
+        planned, computed = SharedRows(lengths_of, chains_by_group(mixed)), chains_by_tokens(mixed)
         assert computed is not None
         plan = planned.plan(draw.randint(1, 2), Limits(max_tokens=cap))
         for part in (part for cut in plan.rows_by_rank() for part in cut if part):
             chosen = [lengths_of[row] for row in part]
-            shared = computed.shared(part, chosen, torch.device("cpu"))
+            shared = SharedPrefixes.of(chosen, [computed[row] for row in part], torch.device("cpu"))
             assert (sum(chosen) if shared is None else len(shared.computed)) <= cap
 
 

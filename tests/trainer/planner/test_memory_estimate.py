@@ -1,6 +1,7 @@
 """The estimate of a worker's memory: the effect of each key."""
 
 import pytest
+import torch
 import transformers
 
 from configs.compose import compose
@@ -8,8 +9,11 @@ from configs.schema.ppo import PPOConfig
 from configs.validation.placement import placement_of
 from scripts.bench.shapes import SHAPES
 from tests.tiny import tiny_config
-from trainer.planner.memory_estimate import ASLEEP, NCCL, RUNTIME, Use, estimate, shape_of
-from trainer.planner.memory_model import Setting, Shape, gathering
+from trainer.planner import memory_estimate
+from trainer.planner.memory_estimate import ASLEEP, NCCL, RUNTIME, Use, estimate, keys_per_token, shape_of
+from trainer.planner.memory_model import Setting, Shape, attention_kept, columns, gathering, in_layer
+from workers.engine.shared_prefixes import SharedPrefixes
+from workers.prefixes import Chain
 
 ACTOR, REF, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.ref", "actor_rollout_ref.rollout"
 SHAPE = Shape.of(SHAPES["7b"])
@@ -112,3 +116,26 @@ def test_shape_is_recognized_by_its_parameter_count() -> None:
     experts = tiny_config("qwen3_moe")
     count = sum(parameter.numel() for parameter in transformers.AutoModelForCausalLM.from_config(experts).parameters())
     assert shape_of(experts, count) is None
+
+
+@pytest.mark.parametrize(
+    ("prompt", "response", "n", "together"), [(256, 64, 8, 8), (128, 128, 4, 4), (100, 50, 8, 3), (100, 50, 1, 1)]
+)
+def test_keys_per_token_are_those_of_a_micro_batch_of_longest_rows(prompt: int, response: int, n: int, together: int) -> None:
+    """Of 8 responses of 50 tokens to a prompt of 100, three fit into 250 to 299 tokens."""
+    tokens = prompt + together * response + response - 1
+    chain: Chain = ((0, prompt),)
+    shared = SharedPrefixes.of([prompt + response] * together, [chain] * together, torch.device("cpu"))
+    expected = 1.0 if shared is None else len(shared.seen) / len(shared.computed)
+    assert keys_per_token(prompt, response, n, tokens) == expected
+    more, one = Setting(seen=expected), Setting()
+    assert attention_kept(SHAPE, more) - attention_kept(SHAPE, one) == pytest.approx(4 * SHAPE.keys * (expected - 1))
+    assert columns(SHAPE, more) == expected * columns(SHAPE, one)
+    assert in_layer(SHAPE, more, tokens, 1)["norms, attention"] >= in_layer(SHAPE, one, tokens, 1)["norms, attention"]
+
+
+def test_keys_of_shared_prompts_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = (f"{ROLLOUT}.n=8", "data.max_prompt_length=8192", "data.max_response_length=64")
+    counted = gigabytes(*words)
+    monkeypatch.setattr(memory_estimate, "keys_per_token", lambda *lengths: 1.0)
+    assert counted["workers actor: update"] > gigabytes(*words)["workers actor: update"]

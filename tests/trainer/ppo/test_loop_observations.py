@@ -145,7 +145,7 @@ class Model:
         if self.limits is None:
             return [mini]
         lengths = mini.lengths.tolist()
-        shared = SharedRows(lengths, [0] * len(mini), range(len(mini)), None if units is None else mini.rows[units].tolist())
+        shared = SharedRows(lengths, [()] * len(mini), None if units is None else mini.rows[units].tolist())
         cuts = [part for cut in shared.plan(self.ranks, self.limits).rows_by_rank() for part in cut]
         numbers = mini.rows.get("trajectory", torch.arange(len(mini))).tolist()
         self.torn += sum(bool({numbers[i] for i in cut} & {numbers[i] for i in {*range(len(mini))} - {*cut}}) for cut in cuts)

@@ -148,6 +148,12 @@ def distance(some: dict[str, Tensor], others: dict[str, Tensor]) -> float:
     return (apart / size) ** 0.5
 
 
+def exact_norm(self: Any, states: Tensor) -> Tensor:
+    """Forward of a norm in the dtype of its input: transformers' own take float32, in which other rounding is 1e-7."""
+    scaled: Tensor = states * torch.rsqrt(states.square().mean(-1, keepdim=True) + self.variance_epsilon)
+    return self.weight * scaled
+
+
 def plain_model(path: str, dtype: torch.dtype = torch.float32) -> nn.Module:
     return AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="sdpa").eval()
 

@@ -45,10 +45,11 @@ from workers.engine.hf.packed_attention import PackedRows
 from workers.engine.micro_batch import ForwardOutputs, flat_rows, longest_first, micro_batch, weighted
 from workers.engine.offload import Offloadable, Place
 from workers.engine.out_of_memory import convert_out_of_memory
-from workers.engine.shared_prompts import Prompts, SharedPrompts
+from workers.engine.shared_prefixes import SharedPrefixes
 from workers.engine.ulysses import TokenSharding
 from workers.metric import Metric, Metrics, join_metrics
 from workers.plan import MicroBatches
+from workers.prefixes import Chain
 from workers.start_times import START
 
 if TYPE_CHECKING:
@@ -143,11 +144,11 @@ class FSDPEngine(TrainEngine):
         self._assert_here("params")
         collected = ForwardOutputs(batch, outputs, self.spec.head, self._model.hf.config.get_text_config().vocab_size)
         base_only = self._adapter.off() if self._adapter is not None and not adapter else nullcontext()
-        prompts = self.prompts(batch)
+        chains = self.chains(batch)
         with torch.no_grad(), base_only:
             for chosen in plan:
                 rows = micro_batch(collected.batch, chosen, self.device)
-                results = self._run(rows, outputs, shared=self._shared(batch, prompts, chosen))
+                results = self._run(rows, outputs, shared=self._shared(batch, chains, chosen))
                 if chosen and self.mesh.is_output_rank:
                     collected.put(rows, results)
         self._free_gathered()
@@ -189,11 +190,11 @@ class FSDPEngine(TrainEngine):
             # Ulysses ranks hold the same rows: each token counts once.
             tokens = batch.total_tokens if self.mesh.is_output_rank else 0
             balance = LoadBalance(coefficient, self._model.top_k, tokens, self.device)
-        prompts = self.prompts(batch)
+        chains = self.chains(batch)
         sums: dict[str, Tensor] = {}
         for i, chosen in enumerate(plan):
             self._reduce_gradients(i == len(plan) - 1)
-            rows, shared = micro_batch(batch, chosen, self.device), self._shared(batch, prompts, chosen)
+            rows, shared = micro_batch(batch, chosen, self.device), self._shared(batch, chains, chosen)
             outputs = self._run(rows, loss.needs, routing=None if balance is None else coefficient > 0, shared=shared)
             total, metrics = weighted(loss, outputs, rows)
             if chosen:
@@ -262,22 +263,24 @@ class FSDPEngine(TrainEngine):
             if isinstance(module, FSDPModule):
                 module.reshard()
 
-    def _shared(self, batch: Batch, prompts: Prompts | None, chosen: Sequence[int]) -> SharedPrompts | None:
-        """Prompt sharing of the micro-batch of these rows of ``batch``; None without."""
-        if prompts is None or not chosen:
+    def _shared(self, batch: Batch, chains: list[Chain] | None, chosen: Sequence[int]) -> SharedPrefixes | None:
+        """Prefix sharing of the micro-batch of these rows of ``batch``; None without."""
+        if chains is None or not chosen:
             return None
         # The order in which micro_batch selects the same rows.
-        order = longest_first(batch, chosen)
-        return prompts.shared(order, batch.lengths[order].tolist(), self.device)
+        order, unit = longest_first(batch, chosen), self.fsdp.ulysses_sequence_parallel_size
+        return SharedPrefixes.of(batch.lengths[order].tolist(), [chains[row] for row in order], self.device, unit)
 
     def _run(
-        self, rows: Batch, outputs: Collection[str], *, routing: bool | None = None, shared: SharedPrompts | None = None
+        self, rows: Batch, outputs: Collection[str], *, routing: bool | None = None, shared: SharedPrefixes | None = None
     ) -> dict[str, Tensor]:
         """Run the model on a micro-batch and return its outputs without padding.
 
         routing: None: no router statistics; else whether they need a gradient.
         """
-        input_ids, positions, lengths = flat_rows(rows, self.fsdp.ulysses_sequence_parallel_size)
+        # What is split over ranks are the computed tokens.
+        padding = -rows.total_tokens % self.fsdp.ulysses_sequence_parallel_size if shared is None else shared.padding
+        input_ids, positions, lengths = flat_rows(rows, padding)
         packed, total = PackedRows.of(lengths, self.device, cut=self._token_sharding, shared=shared), rows.total_tokens
         routing_kwargs = {} if routing is None else {"routed": total, "routed_gradient": routing}
         if self.spec.head != "lm":

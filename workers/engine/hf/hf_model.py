@@ -95,7 +95,7 @@ class PackedModel(nn.Module):
 
         input_ids, positions: int64 (T,); positions start at 0 in each row. predicted: int64 (N,), tokens whose log-probs are
         wanted, never the first of a row; a value head computes all tokens, a reward head the last of each row. If ``rows`` are
-        split over ranks, all ranks pass the same T tokens and return the same results. If prompts are shared, T still counts all
+        split over ranks, all ranks pass the same T tokens and return the same results. If prefixes are shared, T still counts all
         tokens of all rows. entropy_mask: bool (T,), for the output sampled_entropy.
         routed: number of leading tokens for which router statistics are computed; None: none. routed_gradient: whether they have
         a gradient.
@@ -127,10 +127,10 @@ class PackedModel(nn.Module):
             return routing | {"values": torch.where(positions == 0, 0.0, after.roll(1)), "last_value": last}
         assert predicted is not None, "a language head wants to know which tokens"
         total = len(input_ids)
-        asked = targets, before = rows.before(predicted, total)
+        targets, before = rows.before(predicted, total)
         at = None if entropy_mask is None else entropy_mask[targets]
         found = self._language_head(hidden.index_select(0, before), input_ids[targets], temperature, outputs, at)
-        return routing | {name: rows.answers(out, asked, total) for name, out in found.items()}
+        return routing | {name: rows.answers(out, targets, total) for name, out in found.items()}
 
     def _language_head(
         self, before: Tensor, targets: Tensor, temperature: float, outputs: Collection[str], entropy_at: Tensor | None

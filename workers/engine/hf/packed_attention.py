@@ -21,7 +21,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from workers.determinism import make_backward_deterministic
-from workers.engine.shared_prompts import SharedPrompts
+from workers.engine.shared_prefixes import SharedPrefixes
 from workers.engine.ulysses import TokenSharding
 
 PACKED_ATTENTION = "tandem_packed"
@@ -39,9 +39,9 @@ class PackedRows:
     (4k tokens, one thread): runs of exactly equal length are as fast as padding similar lengths to the longest, from 14 to 300
     tokens per row, because padding has to copy. Rows should be sorted by length; any order is correct.
     queries, keys: where stretches are among the computed tokens, and among the tokens that these attend to. The last query of a
-    stretch is aligned with its last key. Without shared prompts stretches are rows, and queries equal keys.
+    stretch is aligned with its last key. Without shared prefixes stretches are rows, and queries equal keys.
     last: int64 (B,), the last token of each row among all T.
-    cut: split of the tokens over ranks; None: this rank has all. shared: which tokens are computed; None: all.
+    shared: which tokens are computed; None: all. cut: split of these over ranks; None: this rank has all.
     """
 
     blocks: tuple[tuple[int, int, int], ...]
@@ -49,7 +49,7 @@ class PackedRows:
     keys: Ends
     last: Tensor
     cut: TokenSharding | None
-    shared: SharedPrompts | None
+    shared: SharedPrefixes | None
 
     @classmethod
     def of(
@@ -58,10 +58,9 @@ class PackedRows:
         device: torch.device,
         *,
         cut: TokenSharding | None = None,
-        shared: SharedPrompts | None = None,
+        shared: SharedPrefixes | None = None,
     ) -> PackedRows:
         """Build the layout. lengths: tokens of each of the B rows, all positive."""
-        assert cut is None or shared is None, "tokens that are cut over ranks share no prompts"
         sizes = [(n, n) for n in lengths] if shared is None else [(s.length, s.seen) for s in shared.stretches]
         blocks = tuple((len(list(run)), *size) for size, run in groupby(sizes))
         queries, keys = (_ends(column, device) for column in zip(*sizes, strict=True))
@@ -70,15 +69,13 @@ class PackedRows:
 
     def own(self, whole: Tensor) -> Tensor:
         """Select the tokens that this rank computes: (T, ...) -> (computed, ...)."""
-        if self.shared is not None:
-            return whole.index_select(0, self.shared.computed)
-        return whole if self.cut is None else self.cut.own(whole)
+        computed = whole if self.shared is None else whole.index_select(0, self.shared.computed)
+        return computed if self.cut is None else self.cut.own(computed)
 
     def whole(self, mine: Tensor) -> Tensor:
         """Inverse of ``own``: (computed, ...) -> (T, ...), with a collective if tokens are split over ranks."""
-        if self.shared is not None:
-            return mine.index_select(0, self.shared.places)
-        return mine if self.cut is None else self.cut.whole(mine)
+        computed = mine if self.cut is None else self.cut.whole(mine)
+        return computed if self.shared is None else computed.index_select(0, self.shared.places)
 
     def before(self, predicted: Tensor, total: int) -> tuple[Tensor, Tensor]:
         """Locate the predecessors of predicted tokens: the head computes a token's log-prob from the state before it.
@@ -86,22 +83,17 @@ class PackedRows:
         predicted: int64 (N,), among all ``total`` tokens, none the first of its row. Returns the predicted tokens whose
         predecessor this rank computes, int64 (M,), and the index of that predecessor among its own tokens, int64 (M,).
         """
-        if self.shared is not None:
-            return predicted, self.shared.places[predicted - 1]
+        places = predicted - 1 if self.shared is None else self.shared.places[predicted - 1]
         if self.cut is None:
-            return predicted, predicted - 1
-        here = self.cut.own_places(predicted - 1, total)
-        return self.cut.all_places(here, total) + 1, here
+            return predicted, places
+        mine, here = self.cut.own_places(places, total if self.shared is None else len(self.shared.computed))
+        return predicted[mine], here
 
-    def answers(self, found: Tensor, asked: tuple[Tensor, Tensor], total: int) -> Tensor:
-        """Scatter results (M, ...) for what ``before`` returned to (total, ...), 0 for tokens that are not predicted."""
-        predicted, before = asked
-        if self.cut is None:
-            return found.new_zeros(total, *found.shape[1:]).index_copy(0, predicted, found)
-        # A rank stores a result at the predecessor, which it owns; after the gather roll() moves it to the predicted token, which
-        # may belong to the next rank.
-        mine = found.new_zeros(total // self.cut.group.size(), *found.shape[1:]).index_copy(0, before, found)
-        return self.cut.whole(mine).roll(1, 0)
+    def answers(self, found: Tensor, predicted: Tensor, total: int) -> Tensor:
+        """Scatter results (M, ...) for the tokens that ``before`` returned to (total, ...), 0 for tokens not predicted."""
+        mine = found.new_zeros(total, *found.shape[1:]).index_copy(0, predicted, found)
+        # Each token's predecessor is on exactly one rank.
+        return mine if self.cut is None else self.cut.sum(mine)
 
 
 def _ends(lengths: Sequence[int], device: torch.device) -> Ends:
@@ -134,10 +126,10 @@ def packed_attention(
         raise ValueError(f"{type(module).__name__}: packed attention supports no masks, score caps or sinks of a model's own")
     q, k, v = (states[0].transpose(0, 1) for states in (query, key, value))
     cut, shared = packed_rows.cut, packed_rows.shared
-    if shared is not None:
-        k, v = k.index_select(0, shared.seen), v.index_select(0, shared.seen)
     if cut is not None:
         q, k, v = cut.to_heads(q, k, v)
+    if shared is not None:
+        k, v = k.index_select(0, shared.seen), v.index_select(0, shared.seen)
     out = _whole_rows_attention(q, k, v, packed_rows, scaling, sliding_window)
     return (out if cut is None else cut.to_tokens(out))[None], None
 

@@ -42,7 +42,7 @@ def pack(rows: Batch, config: TransformerConfig, rotary: Rotary, *, is_dummy: bo
     device = rows.tokens["input_ids"].device
     cp = config.context_parallel_size
     unit = (2 * cp if cp > 1 else 1) * (config.tensor_model_parallel_size if config.sequence_parallel else 1)
-    ids, positions, lengths = flat_rows(rows, unit)
+    ids, positions, lengths = flat_rows(rows, -rows.total_tokens % unit)
     cut = ContextSharding.of(lengths, parallel_state.get_context_parallel_group(), device) if cp > 1 else None
     if cut is not None:
         ids, positions = ids[cut.place], positions[cut.place]

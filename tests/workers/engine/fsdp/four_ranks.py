@@ -4,18 +4,23 @@ from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 
 from tests.workers.engine.fsdp.cases import all_cuts, exported, invariance_batch, lopsided, train, training_batch
-from tests.workers.engine.toy import Shifted, ToyLoss, ValueLoss, cut, gradients, toy_batch, toy_engine
+from tests.workers.engine.toy import Shifted, ToyLoss, ValueLoss, cut, exact_norm, gradients, toy_batch, toy_engine
+from tests.workers.forests import forest
 from workers.batch import Batch
 from workers.engine.fsdp.fsdp_engine import FSDPEngine
 from workers.engine.hf.packed_attention import PackedRows, packed_attention
 from workers.engine.ulysses import TokenSharding
 from workers.metric import plain_numbers
+from workers.plan import Limits, SharedRows
+from workers.prefixes import PREFIX_ENDS, chains_by_group, prefix_ends
 
 STEPS = range(2, 4)
 CUTS: dict[str, dict[str, int]] = {
@@ -34,7 +39,7 @@ KV_HEADS = (1, 2, 4)
 def main(rank: int, directory: str, models: dict[str, str]) -> None:
     path = Path(directory)
     dist.init_process_group("gloo", init_method=f"file://{path / 'rendezvous_of_four'}", rank=rank, world_size=4)
-    checks = (from_two_ranks, invariance, sliding_window, parity, answers, critic, skipping, attention)
+    checks = (from_two_ranks, invariance, sliding_window, parity, answers, critic, skipping, attention, prefixes)
     found: dict[str, Any] = {check.__name__: check(rank, path, models) for check in checks}
     torch.save(found, path / f"four_{rank}.pt")
     dist.destroy_process_group()
@@ -151,4 +156,34 @@ def attention(rank: int, path: Path, models: dict[str, str]) -> dict[str, float]
             actual.backward(direction[:, mine])
             pairs = [(actual, expected[:, mine]), *((p.grad, w.grad[:, :, mine]) for p, w in zip(part, whole, strict=True))]
             found[f"{kv_heads} {window}"] = max(float((a - b).abs().max()) for a, b in pairs)
+    return found
+
+
+def prefixes(rank: int, path: Path, models: dict[str, str]) -> dict[str, Any]:
+    """Gradients and outputs of rows whose common prefixes are computed once, and tokens per rank of all first layers."""
+    found: dict[str, Any] = {}
+    for dtype in ("float64", "float32"):
+        batch = forest(2, n_groups=4, dtype=getattr(torch, dtype))
+        chains = chains_by_group(batch)
+        batch = Batch(batch.lengths, batch.tokens, {PREFIX_ENDS: prefix_ends(chains)}, meta=batch.meta)
+        for name in ("ulysses 2", "ulysses 4"):
+            with mock.patch.object(Qwen2RMSNorm, "forward", exact_norm):
+                engine, tokens = toy_engine(models["window"], dtype=dtype, model_dtype=dtype, **CUTS[name]), []
+                embedding = engine._model.hf.get_input_embeddings()
+                embedding.register_forward_hook(lambda module, args, out, tokens=tokens: tokens.append(args[0].numel()))
+                plan = SharedRows(batch.lengths.tolist(), chains).plan(engine.mesh.dp_size, Limits(max_tokens=60))
+                share, mine = plan.split(batch)[engine.mesh.dp_rank], plan.micro_batches[engine.mesh.dp_rank]
+                grads = gradients(engine, share, mine, ToyLoss())
+                planned = [
+                    SharedRows(batch.lengths.tolist(), chains).computed(part) for part in plan.rows_by_rank()[engine.mesh.dp_rank]
+                ]
+                outputs = engine.forward(share, mine, {"log_probs", "entropy"})
+                critic = toy_engine(models["window"], "value", dtype=dtype, model_dtype=dtype, **CUTS[name])
+                torch.nn.init.constant_(critic._model.value_head.weight, 0.1)
+                values = critic.forward(share, mine, {"values"})
+            found[f"{dtype} {name}"] = {
+                "gradients": grads if rank == 0 else {}, "tokens": tokens[: len(planned)], "planned": planned,
+                "shares": plan.shards[engine.mesh.dp_rank],
+                "outputs": None if outputs is None or values is None else outputs.tokens | values.tokens | values.rows,
+            }  # fmt: skip
     return found

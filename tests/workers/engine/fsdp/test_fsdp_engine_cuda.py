@@ -10,8 +10,9 @@ import torch
 from configs.schema.common import TiledMLPConfig
 from tests.tiny import save_tiny_model
 from tests.workers.engine.fsdp.cases import exported, invariance_batch, shards, train
-from tests.workers.engine.test_shared_prompts import ONE_CUT, SEVERAL, both, grouped
+from tests.workers.engine.test_shared_prefixes import ONE_CUT, SEVERAL, both, cuts_of, grouped, row_by_row, tree_and_rows
 from tests.workers.engine.toy import ToyLoss, cut, distance, gradients, one_rank, toy_batch, toy_engine
+from tests.workers.forests import batch_of, conversation, forest
 from workers.determinism import deterministic_kernels
 from workers.engine.hf import packed_attention
 
@@ -63,6 +64,40 @@ def test_prompts_that_are_computed_once(models: dict[str, str], window: str, arc
         shared, whole = (gradients(gpu, part, plan, ToyLoss()) for part in both(batch))
         assert distance(shared, whole) < bound
         assert distance(shared, gradients(exact, both(batch)[1], plan, ToyLoss())) < bound
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [("float32", 1e-5), ("bfloat16", 0.05)])
+@pytest.mark.parametrize("architecture", ["qwen2", "window"])
+def test_prefixes_that_are_computed_once(
+    models: dict[str, str], window: str, architecture: str, dtype: str, bound: float
+) -> None:
+    """Turns that are rows, rows of several turns, branches: against one row at a time, on the GPU and on the CPU."""
+    path = (models | {"window": window})[architecture]
+    exact, gpu = toy_engine(path), toy_engine(path, **(MIXED | {"dtype": dtype}))
+    tree, rows = tree_and_rows(forest(2, n_groups=4))
+    single = row_by_row(rows)
+    expected, alone = gradients(exact, rows, single, ToyLoss()), exact.forward(rows, single, {"log_probs", "entropy"})
+    for plan in cuts_of(tree):
+        found = gradients(gpu, tree, plan, ToyLoss())
+        assert distance(found, gradients(gpu, rows, single, ToyLoss())) < bound
+        assert distance(found, expected) < bound
+        outputs = gpu.forward(tree, plan, {"log_probs", "entropy"})
+        assert outputs is not None and alone is not None
+        for name, column in alone.tokens.items():
+            assert (outputs.tokens[name] - column).abs().max() < 5 * bound
+
+
+def test_deterministic_kernels_give_bitwise_identical_gradients_of_shared_prefixes(models: dict[str, str]) -> None:
+    """Eight conversations of four rows: many gradients of keys are added to those of one prompt."""
+    draw, turns = torch.Generator().manual_seed(0), range(4)
+    prompt = torch.randint(61, (300,), generator=draw).tolist()
+    spoken = [[(torch.randint(61, (100,), generator=draw).tolist(), [1] * 20) for _ in turns] for _ in range(8)]
+    tree, _ = tree_and_rows(batch_of([row for turns in spoken for row in conversation(0, prompt, turns, parts=True)]))
+    engine = toy_engine(models["qwen2"], **MIXED)
+    with deterministic_kernels() as kernels:
+        first, *others = (gradients(engine, tree, (tuple(range(32)),), ToyLoss()) for _ in range(4))
+    assert all(torch.equal(grad, first[name]) for other in others for name, grad in other.items())
+    assert kernels == set()
 
 
 @pytest.mark.parametrize(("dtype", "bound"), [("float32", 1e-5), ("bfloat16", 0.3)])

@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
+from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 
 from tests.workers.engine.forks import fork_ranks
 from tests.workers.engine.fsdp.cases import all_cuts, exported, invariance_batch, train, training_batch
@@ -15,15 +16,20 @@ from tests.workers.engine.fsdp.four_ranks import CUTS, KV_HEADS, OUTPUTS, QUICK,
 from tests.workers.engine.fsdp.test_fsdp_engine_checkpoint import assert_same_bits
 from tests.workers.engine.fsdp.test_fsdp_engine_parity import assert_equal_training
 from tests.workers.engine.toy import (
+    ToyLoss,
     ValueLoss,
     cut,
     distance,
+    exact_norm,
+    gradients,
     plain_gradients,
     plain_model,
     plain_outputs,
     toy_batch,
     toy_engine,
 )
+from tests.workers.forests import forest
+from workers.batch import Batch
 from workers.engine.hf.checkpoint import saved_tensors
 
 FourRanks = tuple[Path, list[dict[str, Any]]]
@@ -182,3 +188,33 @@ def test_copies_write_each_tensor_once_between_them(four_ranks: FourRanks) -> No
 def test_training_batches_do_not_divide() -> None:
     """By four: a row without weight pads them."""
     assert any(training_batch(step).lengths.sum() % 4 for step in range(5))
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+@pytest.mark.parametrize("name", ["ulysses 2", "ulysses 4"])
+def test_shared_prefixes_are_split_over_ranks(
+    four_ranks: FourRanks, models: dict[str, str], group: None, monkeypatch: pytest.MonkeyPatch, name: str, dtype: str
+) -> None:
+    """Against one rank and one row at a time. Each rank holds its part of the tokens that are computed."""
+    monkeypatch.setattr(Qwen2RMSNorm, "forward", exact_norm)
+    batch, found = (
+        forest(2, n_groups=4, dtype=getattr(torch, dtype)),
+        [rank["prefixes"][f"{dtype} {name}"] for rank in four_ranks[1]],
+    )
+    whole = Batch(batch.lengths, batch.tokens, meta=batch.meta)
+    rows = tuple((row,) for row in range(len(batch)))
+    engine = toy_engine(models["window"], dtype=dtype, model_dtype=dtype)
+    assert distance(found[0]["gradients"], gradients(engine, whole, rows, ToyLoss())) < BOUNDS[getattr(torch, dtype)]
+    critic = toy_engine(models["window"], "value", dtype=dtype, model_dtype=dtype)
+    torch.nn.init.constant_(critic._model.value_head.weight, 0.1)
+    alone, values = engine.forward(whole, rows, {"log_probs", "entropy"}), critic.forward(whole, rows, {"values"})
+    assert alone is not None and values is not None
+    alone |= values
+    size = int(name[-1])
+    for rank in found:
+        assert rank["tokens"] == [-(-tokens // size) for tokens in rank["planned"]]
+        if rank["outputs"] is not None:
+            mine = alone.select(rank["shares"])
+            for column, expected in (mine.tokens | mine.rows).items():
+                torch.testing.assert_close(rank["outputs"][column], expected, rtol=0, atol=2e-6)
+    assert sum(sum(rank["planned"]) for rank in found[::size]) < 0.7 * batch.total_tokens

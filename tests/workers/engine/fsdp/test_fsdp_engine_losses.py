@@ -142,7 +142,7 @@ def test_parts_of_a_trajectory_have_the_gradient_of_one_row(
     parts = parts.with_tokens(loss_weight=view.split(weights))
     lengths, number = parts.lengths.tolist(), parts.rows["trajectory"]
     needs, apart, torn = "trajectory" in loss.config.needs, dict[str, float](), set()
-    rows = SharedRows(lengths, [0] * len(parts), range(len(parts)), number.tolist() if needs else None)
+    rows = SharedRows(lengths, [()] * len(parts), number.tolist() if needs else None)
     tight = Limits(max_tokens=max(rows.unit_tokens()))
     for n_ranks, limits in ((1, Limits(max_rows=1)), (2, Limits(max_tokens=310)), (3, tight)):
         plan = rows.plan(n_ranks, limits)
