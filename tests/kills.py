@@ -269,7 +269,7 @@ def main(kill: str, notes: str, *arguments: str) -> int:
 
     wish = json.loads(kill)
     run_dir = next(word for word in reversed(arguments) if word.startswith("trainer.default_local_dir=")).partition("=")[2]
-    if "async_training.mode=partial" in arguments:
+    if any(word.startswith("async_training.mode=") for word in arguments):
         remote_rollout.STEPS = 4  # so that short responses are in flight between steps
     hooks = KillHooks(wish and Kill(**wish), Path(notes), Path(run_dir))
     Trainer.steps = hooks.steps(Trainer.steps)  # type: ignore[method-assign]

@@ -325,9 +325,10 @@ class AlgorithmConfig(Checked):
 class AsyncTrainingConfig:
     """Generation across steps."""
 
-    mode: Literal["partial"] | None
+    mode: Literal["partial", "one_step_off", "async"] | None
     oversubmit: Annotated[float, Ge(1.0)]
     max_age: Positive
+    max_staleness: NonNegative
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)

@@ -96,7 +96,7 @@ def check_ppo(config: PPOConfig, typed: Collection[str], *, needs_values: bool) 
         *precision_problems(_models(config, has_critic)),
         *lora_sync_problems(config.actor_rollout_ref.model, rollout),
         *_filter_problems(config),
-        *_partial_problems(config, place),
+        *_async_problems(config, place),
         *reward_model_problems(
             config.reward, place.pool("reward"), config.data.max_prompt_length, config.data.max_response_length
         ),
@@ -337,19 +337,32 @@ def _filter_problems(config: PPOConfig) -> Iterator[str]:
         )
 
 
-def _partial_problems(config: PPOConfig, place: Placement) -> Iterator[str]:
-    algorithm, correction = config.algorithm, config.algorithm.rollout_correction
-    if config.async_training.mode is None:
+def _async_problems(config: PPOConfig, place: Placement) -> Iterator[str]:
+    algorithm, correction, generation = config.algorithm, config.algorithm.rollout_correction, config.async_training
+    if generation.mode is None or (generation.mode == "async" and generation.max_staleness == 0):
         return
+    key = f"async_training.mode={generation.mode}"
     corrects = (correction.rollout_is, correction.rollout_rs, correction.rollout_token_veto_threshold) != (None, None, None)
     if not (corrects or correction.bypass_mode):
         yield (
-            "async_training.mode=partial: responses contain tokens of earlier weights, and nothing corrects for them; set "
+            f"{key}: responses contain tokens of earlier weights, and nothing corrects for them; set "
             "algorithm.rollout_correction.rollout_is=token (or sequence), or algorithm.rollout_correction.bypass_mode=true"
         )
-    if algorithm.filter_groups.enable and "reward" in place.pool("rollout").roles:
+    engines = place.pool("rollout")
+    if generation.mode != "partial":
+        if others := [role for role in engines.roles if role != "rollout"]:
+            yield (
+                f"{key}: the engine generates while the trainer works, but shares its GPUs with {', '.join(others)}; use "
+                "placement.layout=split, or custom with a pool for placement.roles.rollout alone"
+            )
+        if algorithm.filter_groups.enable:
+            yield (
+                f"{key}: with algorithm.filter_groups.enable=true groups are judged on the controller, which trains "
+                "while the next batch is generated; use async_training.mode=partial"
+            )
+    elif algorithm.filter_groups.enable and "reward" in engines.roles:
         yield (
-            "async_training.mode=partial: with algorithm.filter_groups.enable=true groups are scored while others are generated, "
+            f"{key}: with algorithm.filter_groups.enable=true groups are scored while others are generated, "
             "but the reward model is on the GPUs of the rollout engine; use placement.layout=split, or servers (urls)"
         )
 

@@ -133,8 +133,18 @@ def test_spellings_of_a_key_and_value_give_the_same_configuration() -> None:
     )
 
 
-@pytest.mark.parametrize(("typed", "mode"), [("async_training.partial_rollout=True", "partial"), ("partial_rollout=false", None)])
-def test_partial_rollouts_have_the_names_of_verl_and_slime(typed: str, mode: str | None) -> None:
+@pytest.mark.parametrize(
+    ("typed", "mode"),
+    [
+        ("async_training.partial_rollout=True", "partial"),
+        ("partial_rollout=false", None),
+        ("async_training.mode=sync", None),
+        ("trainer.v1.trainer_mode=sync", None),
+        ("trainer.v1.trainer_mode=colocate_async", "partial"),
+        ("trainer.v1.trainer_mode=separate_async", "async"),
+    ],
+)
+def test_generation_across_steps_has_the_names_of_verl_and_slime(typed: str, mode: str | None) -> None:
     assert ppo(typed).async_training.mode == mode
 
 

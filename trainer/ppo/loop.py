@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial, reduce
 from typing import Any
@@ -35,6 +36,7 @@ from trainer.ppo.update import UpdateSpec, update
 from trainer.resilience.alarms import Alarm
 from trainer.resilience.rollback import Rollbacks
 from trainer.rewards.models.local_model import LocalModel
+from trainer.rollout.ahead import RolloutsAhead
 from trainer.rollout.remote_rollout import RemoteRollout
 from trainer.rollout.sampler import Sampler, ScoredResponses
 from trainer.rollout.validation import Validation
@@ -83,14 +85,15 @@ class Loop:
                 # Not completed, hence not counted: steps() ends with a checkpoint of the step before.
                 if batch is None:
                     continue
-                batch |= self.log_probs_and_values(batch)
-                batch |= self.correction(batch)  # mismatch between rollout engine and trainer
-                # Before loss_mask replaces response_mask: advantages are computed over complete responses.
-                batch |= self.advantages(batch)
-                batch |= self.loss_mask(batch)
-                # Before the update: it may run a forward pass with the weights that generated the responses.
-                self.response_log.record(step, batch, self.actor)
-                self.update(step, batch)
+                with self.generating_next(step):
+                    batch |= self.log_probs_and_values(batch)
+                    batch |= self.correction(batch)  # mismatch between rollout engine and trainer
+                    # Before loss_mask replaces response_mask: advantages are computed over complete responses.
+                    batch |= self.advantages(batch)
+                    batch |= self.loss_mask(batch)
+                    # Before the update: it may run a forward pass with the weights that generated the responses.
+                    self.response_log.record(step, batch, self.actor)
+                    self.update(step, batch)
                 self.sync_weights(step)
             self.after(step, batch)
 
@@ -151,6 +154,13 @@ class Loop:
         # Dumped when it arrives: a step that fails in its update can be replayed.
         trainer.tracker.log_rollouts(sampled_columns(batch), step, started_from, self.sampler.left_out)
         return batch
+
+    def generating_next(self, step: int) -> AbstractContextManager[None]:
+        """Generate the batch of the next step during the block, if ``async_training.mode`` says so and there is a next step."""
+        policy, trainer = self.sampler.policy, self.trainer
+        if not isinstance(policy, RolloutsAhead) or step == trainer.total_steps:
+            return nullcontext()
+        return policy.generating(self.sampler, step + 1, self.prompts, trainer.phases, trainer.metrics)
 
     @property
     def rollbacks(self) -> Rollbacks:

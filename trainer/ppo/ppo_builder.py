@@ -45,6 +45,7 @@ from trainer.rewards.remote.remote_rewards import needs_data_sources, open_rewar
 from trainer.rewards.rules.reward_registry import check_data_sources
 from trainer.rewards.scoring import Failures, Rewards
 from trainer.rewards.shaping import Shaping
+from trainer.rollout.ahead import RolloutsAhead
 from trainer.rollout.buffer import GroupBuffer
 from trainer.rollout.partial import FilteredPartialRollouts, PartialRollouts
 from trainer.rollout.policies import FilteredRounds, OneRound
@@ -419,9 +420,12 @@ class Assembly:
 
     def batch_policy(self, prompts: PromptStream) -> BatchPolicy:
         config, groups, filters = self.config, self.config.data.train_batch_size, self.config.algorithm.filter_groups
-        if config.async_training.mode == "partial":
-            buffer = GroupBuffer(config.actor_rollout_ref.rollout.n + self.wants_baselines, prompts.prompt)
-            options: dict[str, Any] = {"oversubmit": config.async_training.oversubmit, "max_age": config.async_training.max_age}
+        flight = config.async_training
+        buffer = GroupBuffer(config.actor_rollout_ref.rollout.n + self.wants_baselines, prompts.prompt)
+        if staleness := {"one_step_off": 1, "async": flight.max_staleness}.get(flight.mode or "", 0):
+            return RolloutsAhead(buffer, groups=groups, oversubmit=flight.oversubmit, max_staleness=staleness)
+        if flight.mode == "partial":
+            options: dict[str, Any] = {"oversubmit": flight.oversubmit, "max_age": flight.max_age}
             if filters.enable:
                 # A prompt in flight is not drawn again, so a batch needs as many prompts.
                 size, count = prompts.order.batch_size, prompts.rounds_per_epoch

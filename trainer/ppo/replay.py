@@ -23,6 +23,7 @@ from trainer.ppo.loop import Loop
 from trainer.ppo.ppo_builder import Assembly, opened
 from trainer.ppo.replay_diff import MOST_LINES, Difference, compare_answers, compare_metrics, replayed, table
 from trainer.resilience.restart import RunLifecycle
+from trainer.rollout.policies import OneRound
 from trainer.rollout.remote_rollout import RemoteRollout
 from trainer.rollout.sampler import Overlap, Sampler
 from trainer.run.errors import CheckFailed
@@ -198,6 +199,7 @@ class RecordedSampler(Sampler):
     def __init__(self, batch: Batch, sampler: Sampler) -> None:
         """sampler: the sampler that is replaced. Its rollbacks, restored from a checkpoint, enter the seeds of updates."""
         self.batch = batch
+        self.policy = OneRound()  # nothing is generated ahead
         self.rollbacks = sampler.rollbacks
         # Loop.scoring_overlaps is false without them, so that the forward passes run in phases of their own.
         self.models = None

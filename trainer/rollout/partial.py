@@ -12,7 +12,8 @@ engines compute prompt and beginning again with the new weights. A run that is r
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
 from fractions import Fraction
 
 import torch
@@ -30,10 +31,19 @@ from workers.batch import Batch
 from workers.seeding import seed_of
 
 
+@dataclass(slots=True)
+class TokenCounts:
+    """Tokens that the engines sampled, and tokens that they computed again."""
+
+    generated: int = 0
+    recomputed: int = 0
+
+
 class PartialRollouts:
-    """Batches of the first groups that are complete, by tick and ordinal."""
+    """Batches of the first groups that are complete, by tick and ordinal. replaces: see RemoteRollout.flow."""
 
     selects_groups = False
+    replaces = True
 
     def __init__(self, buffer: GroupBuffer, *, groups: int, oversubmit: float, max_age: int) -> None:
         """groups: prompts in a step's batch. oversubmit: groups that are generated at the same time, relative to ``groups``.
@@ -46,28 +56,56 @@ class PartialRollouts:
         self.max_age = max_age
 
     def batch(self, sampler: Sampler, step: int, prompts: PromptStream, phases: Phases, overlap: Overlap | None) -> Batch:
-        buffer, scored, taken = self.buffer, list[Batch](), list[PendingGroup]()
+        scored, taken, counts = list[Batch](), list[PendingGroup](), TokenCounts()
         with phases("gen"):
-            expected = self.groups * buffer.n
-            flow = sampler.rollout.flow(sampler.sampling, buffer.requests, expected=expected, in_step=True)
-            generated, recomputed = 0, self._resubmit(flow)
+            # Scored by other processes while the engines generate the next tick.
+            for new in self.generate(sampler, step, prompts, counts):
+                scored += self._submit(sampler, new, len(taken))
+                taken += new
+        batch = self._taken(sampler, scored, taken, step, phases, overlap)
+        metrics = batch.meta["metrics"] | {"rollout/recomputed_tokens": float(counts.recomputed)}
+        return batch.with_meta({"generated_tokens": counts.generated, "metrics": metrics})
+
+    def generate(
+        self, sampler: Sampler, step: int, prompts: PromptStream, counts: TokenCounts
+    ) -> Generator[list[PendingGroup], None, None]:
+        """Generate until the step's batch is complete; yields its groups as they complete, while a tick runs. Adds to ``counts``.
+
+        Nothing is generated if the buffer has the batch already.
+        """
+        buffer = self.buffer
+        new = taken = self._further((), step)
+        if len(new) < self.groups:
+            expected, replaces = self.groups * buffer.n, self.replaces
+            flow = sampler.rollout.flow(sampler.sampling, buffer.requests, expected=expected, in_step=True, replaces=replaces)
+            counts.recomputed += self._resubmit(flow)
             # Groups that have waited since the last step count: else more of them would wait, and become older, with every step.
             n_unfinished = self.in_flight - (len(buffer) - buffer.n_unfinished)
-            while len(taken) + len(new := self._further(taken, step)) < self.groups:
+            while len(taken) < self.groups:
                 # The second bound: see GroupBuffer.choose.
                 while buffer.n_unfinished < n_unfinished and len(buffer) < (self.max_age + 1) * self.groups:
                     self._admit(flow, prompts.draw_one(), sampler, step)
                 flow.start()
-                scored += self._submit(sampler, new, len(taken))
-                taken += new
-                generated += self._wait(flow)
-            generated += self._suspend(flow)
-            scored += self._submit(sampler, new, len(taken))
-            taken += new
-        buffer.remove([group.ordinal for group in taken])
-        batch = self._scored(sampler, scored, taken, step, phases, overlap)
-        metrics = self._metrics(step, taken, batch, sampler.rollout.version) | {"rollout/recomputed_tokens": float(recomputed)}
-        return sampler.scored_only(batch.with_meta({"generated_tokens": generated, "metrics": metrics}))
+                yield new
+                counts.generated += self._wait(flow)
+                new = self._further(taken, step)
+                taken = taken + new
+            counts.generated += self._suspend(flow)
+        yield new
+
+    def _taken(
+        self,
+        sampler: Sampler,
+        submitted: Sequence[Batch],
+        taken: Sequence[PendingGroup],
+        step: int,
+        phases: Phases,
+        overlap: Overlap | None,
+    ) -> Batch:
+        """The step's batch of groups that were ``submitted`` for scoring, see Sampler.next_batch; they leave the buffer."""
+        self.buffer.remove([group.ordinal for group in taken])
+        batch = self._scored(sampler, submitted, taken, step, phases, overlap)
+        return sampler.scored_only(batch.with_meta({"metrics": self._metrics(step, taken, batch, sampler.rollout.version)}))
 
     def _further(self, taken: Sequence[PendingGroup], step: int) -> list[PendingGroup]:
         """Complete groups that the step takes besides ``taken``, by tick and ordinal."""

@@ -148,11 +148,18 @@ class RemoteRollout:
         yield from ended
 
     def flow(
-        self, sampling: Sampling, requests: Callable[[Sequence[int]], Batch], *, expected: int, in_step: bool = False
+        self,
+        sampling: Sampling,
+        requests: Callable[[Sequence[int]], Batch],
+        *,
+        expected: int,
+        in_step: bool = False,
+        replaces: bool = True,
     ) -> RolloutFlow:
         """A flow of requests through the engines, which have none. See RolloutFlow.
 
         expected: number of responses, for the display. in_step: replicas wait for each other after every tick under any balance.
+        replaces: replace a replica that dies, if it can be; not while the trainers, which would send it the weights, are at work.
         """
         if self._slept:
             self.sync_weights(self.version)
@@ -163,7 +170,8 @@ class RemoteRollout:
         if self._progress is not None:
             self._progress.begin(expected)
         in_step = (in_step or self.balance == "tokens") and self.keeps_common_time
-        return RolloutFlow(self, scheduler, sampling, requests, self._progress, in_step=in_step)
+        replaces = replaces and self.replaceable
+        return RolloutFlow(self, scheduler, sampling, requests, self._progress, in_step=in_step, replaces=replaces)
 
     @property
     def keeps_common_time(self) -> bool:
@@ -221,14 +229,16 @@ class RolloutFlow:
         progress: Progress | None,
         *,
         in_step: bool,
+        replaces: bool,
     ) -> None:
-        """requests: rows with these ids, as RolloutRole.advance takes them. in_step: see RemoteRollout.flow."""
+        """requests: rows with these ids, as RolloutRole.advance takes them. in_step, replaces: see RemoteRollout.flow."""
         self._rollout = rollout
         self._scheduler = scheduler
         self._sampling = sampling
         self._requests = requests
         self._progress = progress
         self._in_step = in_step
+        self._replaces = replaces
         self._calls: dict[StartedCall[Batch], tuple[int, int]] = {}
         """Calls in progress: (replica, number of the call on it)."""
         self._made: list[list[Call[Batch]]] = [[] for _ in range(rollout.n_replicas)]
@@ -282,7 +292,7 @@ class RolloutFlow:
 
     def _start(self, replica: int, call: Call[Batch]) -> None:
         """Start the next call on a replica."""
-        if not (self._rollout.replaceable and self._rollout.keeps_common_time):
+        if not (self._replaces and self._rollout.keeps_common_time):
             self._made[replica].clear()
         self._made[replica].append(call)
         self._run(replica, len(self._made[replica]) - 1)
@@ -302,6 +312,8 @@ class RolloutFlow:
             for call, result in self._rollout.watchdog.results(self._calls, every=every).items():
                 replica, number = self._calls.pop(call)
                 if isinstance(result, WorkerError):
+                    if not self._replaces:
+                        raise result
                     self._rollout.replace(replica, result)
                     if not self._rollout.keeps_common_time:
                         self._made[replica] = self._reissued(replica)

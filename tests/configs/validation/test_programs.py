@@ -144,6 +144,18 @@ def test_defaults_and_quick_start_have_no_errors_or_notes() -> None:
             ],
         ),
         (
+            ["async_training.mode=async", f"{ROLLOUT}.n=2", f"{FILTER}.enable=true"],
+            [
+                "async_training.mode=async: responses contain tokens of earlier weights, and nothing corrects for them; set "
+                "algorithm.rollout_correction.rollout_is=token (or sequence), or algorithm.rollout_correction.bypass_mode=true",
+                "async_training.mode=async: the engine generates while the trainer works, but shares its GPUs with actor, "
+                "critic; use placement.layout=split, or custom with a pool for placement.roles.rollout alone",
+                "async_training.mode=async: with algorithm.filter_groups.enable=true groups are judged on the controller, which "
+                "trains while the next batch is generated; use async_training.mode=partial",
+            ],
+        ),
+        (["async_training.mode=async", "async_training.max_staleness=0"], []),
+        (
             ["data.gen_batch_size=2048"],
             [
                 "data.gen_batch_size=2048: without algorithm.filter_groups.enable=true a step generates "

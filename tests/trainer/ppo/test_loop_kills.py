@@ -31,6 +31,10 @@ LORA = ("actor_rollout_ref.model.lora_rank=4", "critic.model.lora_rank=4", "acto
 PARTIAL = (
     "async_training.mode=partial", "algorithm.rollout_correction.rollout_is=token", "data.max_response_length=16",
 )  # fmt: skip
+AHEAD = (
+    "algorithm=grpo", "async_training.mode=async", "algorithm.rollout_correction.rollout_is=token", "data.max_response_length=16",
+    "algorithm.filter_groups.enable=false", "placement=split", "trainer.n_gpus_per_node=2",
+)  # fmt: skip
 MEGATRON = ("actor_rollout_ref.actor.strategy=megatron", "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2")
 
 
@@ -167,6 +171,23 @@ def test_twelve_kills_with_responses_in_flight_leave_the_run_bitwise_identical(
     in_flight = {step["training/global_step"]: step.get("rollout/unfinished_groups", 0.0) for step in metrics_of(whole)}
     # A start resumes from the step before the kill, or from that of the kill if it came after the save.
     assert sum(in_flight[kill.step - 1] > 0 and in_flight[kill.step] > 0 for kill in kills) >= 9
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1800)
+def test_kills_while_the_next_batch_is_generated_leave_the_run_bitwise_identical(
+    task: Path, tmp_path: Path, table: list[Outcome]
+) -> None:
+    places = ("gen", "update_actor", "save_checkpoint", "old_log_prob", "sync", "latest", "update_actor")
+    kills = [Kill(step, place, 0.01) for step, place in enumerate(places, 1)]
+    kills += [Kill(8, "update_actor", "end", "workers"), Kill(9, "reward", 0.0, "alone")]
+    options = (
+        *SMALL, *AHEAD, "trainer.save_freq=1", "trainer.test_freq=4", "reward.num_workers=1", "trainer.total_training_steps=11",
+    )  # fmt: skip
+    whole = tmp_path / "whole"
+    run_and_kill(arguments(task, whole, options), whole, [], tmp_path / "unkilled")
+    assert max(step["rollout/staleness/max"] for step in metrics_of(whole)) == 2
+    table += kill_and_compare(task, tmp_path, options, kills, whole)
 
 
 def arguments(task: Path, run_dir: Path, options: Sequence[str]) -> list[str]:

@@ -32,7 +32,9 @@ class Engine:
     longest: int = 24
     version: int = 0
 
-    def flow(self, sampling: Sampling, requests: Callable[[Sequence[int]], Batch], *, expected: int, in_step: bool) -> "Flow":
+    def flow(
+        self, sampling: Sampling, requests: Callable[[Sequence[int]], Batch], *, expected: int, in_step: bool, replaces: bool
+    ) -> "Flow":
         assert in_step
         return Flow(self, requests)
 

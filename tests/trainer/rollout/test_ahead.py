@@ -1,0 +1,198 @@
+"""Generation ahead on a simulated engine: every prompt is trained on once and in time, resumed runs, errors on either side."""
+
+import random
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, cast
+
+import pytest
+
+from tests.trainer.rollout.test_partial import Buffer, Engine, Flow, Slow, groups_of, mixture, same
+from tests.trainer.rollout.test_sampler import KINDS, Case, Judge, make
+from trainer.data.dataset import Prompt, PromptStream
+from trainer.data.order import DataOrder
+from trainer.rollout.ahead import RolloutsAhead
+from trainer.run.timing import Phases
+from workers.batch import Batch
+
+
+@pytest.fixture(scope="module")
+def case() -> Case:
+    """Composed once."""
+    return make(["mixed"], groups=1, per_round=1)
+
+
+class Run:
+    """A run whose training does nothing. steps: its number; None: without end. judge: gives the scores."""
+
+    def __init__(
+        self,
+        case: Case,
+        *,
+        groups: int = 3,
+        oversubmit: float = 1.5,
+        max_staleness: int = 2,
+        slots: int = 12,
+        steps: int | None = None,
+        judge: type[Judge] = Judge,
+        engine: type[Engine] = Engine,
+    ) -> None:
+        kinds = mixture(groups, kinds=("low", "mixed", "high"))
+        prompts = [Prompt(uid, (uid,), str(uid), "source", kind, {"uid": uid}, str(uid)) for uid, kind in enumerate(kinds)]
+        self.stream = PromptStream(cast(Any, prompts), DataOrder(len(prompts), groups, seed=0, shuffle=True))
+        self.buffer = Buffer(case.sampler.n, self.stream.prompt)
+        self.sampler, self.judge, self.steps, self.step = case.sampler, judge, steps, 0
+        self.policy = RolloutsAhead(self.buffer, groups=groups, oversubmit=oversubmit, max_staleness=max_staleness)
+        self.engine = engine(slots)
+
+    def next_batch(self, train: Callable[[], object] = lambda: None) -> Batch:
+        """As in the loop: the batch of the next step; the one after it is generated while ``train`` runs."""
+        self.step += 1
+        self.sampler.rollout, self.sampler.policy = cast(Any, self.engine), self.policy
+        self.sampler.rewards = cast(Any, self.judge(KINDS))
+        batch = self.sampler.next_batch(self.step, self.stream, Phases())
+        if self.step != self.steps:
+            with self.policy.generating(self.sampler, self.step + 1, self.stream, Phases(), {}):
+                train()
+        self.engine.version = self.step
+        return batch
+
+    @property
+    def state(self) -> Any:
+        return self.step, self.stream.state(), self.buffer.arrays()
+
+    def resume(self, state: Any) -> None:
+        self.step, position, arrays = state
+        self.stream.load(position)
+        self.buffer.load_arrays(arrays)
+        self.engine.version = self.step
+
+
+def staleness(batch: Batch) -> int:
+    return int(batch.meta["metrics"]["rollout/staleness/max"])
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_every_ordinal_is_trained_once_and_never_staler_than_the_bound(seed: int, case: Case) -> None:
+    """With kills in between, slow training and slow scores."""
+    numbers = random.Random(seed)
+    groups, bound = numbers.randint(1, 6), numbers.randint(1, 4)
+    options: dict[str, Any] = {"oversubmit": numbers.choice([1.0, 1.5, 3.0]), "slots": numbers.choice([6, 16, 60])}
+    run = Run(case, groups=groups, max_staleness=bound, judge=numbers.choice([Judge, Slow]), **options)
+    trained: list[int] = []
+    for _ in range(6):
+        batch = run.next_batch(lambda: time.sleep(numbers.choice([0.0, 0.0005])))
+        trained += groups_of(batch)
+        assert len(trained) == len(set(trained)) == groups * run.step
+        in_flight = run.buffer.arrays()["ordinal"].tolist()
+        assert sorted(trained + in_flight) == run.buffer.admitted == [*range(len(run.buffer.admitted))]
+        assert len(run.buffer.complete()) >= groups, "the next batch is there"
+        versions = batch.tokens["weight_version"][batch.tokens["response_mask"].bool()]
+        assert staleness(batch) == run.step - 1 - int(versions.min()) <= bound
+        if numbers.random() < 0.3:
+            run.resume(run.state)
+
+
+def test_staleness_is_one_from_the_second_step_on_and_reaches_its_bound(case: Case) -> None:
+    one, two = Run(case, max_staleness=1), Run(case, max_staleness=3, oversubmit=3.0)
+    found = [staleness(one.next_batch()) for _ in range(6)]
+    assert found == [0, 1, 1, 1, 1, 1] and len(one.buffer) == 3, "one batch is in flight"
+    assert max(staleness(two.next_batch()) for _ in range(10)) == 3
+
+
+@pytest.mark.parametrize("bound", [1, 3])
+def test_run_that_is_resumed_after_any_step_has_the_same_batches(bound: int, case: Case) -> None:
+    options: dict[str, Any] = {"max_staleness": bound, "oversubmit": 2.0, "slots": 60}
+    whole, states, batches = Run(case, **options), [], []
+    for _ in range(6):
+        batches.append(whole.next_batch())
+        states.append(whole.state)
+    for step in range(1, 6):
+        again = Run(case, **options, judge=Slow)
+        again.resume(states[step - 1])
+        assert all(same(again.next_batch(lambda: time.sleep(0.001)), batch) for batch in batches[step:])
+
+
+def test_nothing_is_generated_beyond_the_last_step(case: Case) -> None:
+    run = Run(case, max_staleness=1, steps=3)
+    for _ in range(3):
+        run.next_batch()
+    assert len(run.buffer) == 0 and len(run.buffer.admitted) == 9
+
+
+def test_engines_work_while_the_trainer_does(case: Case) -> None:
+    """The update waits for a tick of the next generation, and that generation for the update to have begun."""
+    ticked = threading.Event()
+
+    class Ticking(Engine):
+        def flow(self, *args: Any, **options: Any) -> Flow:
+            found = super().flow(*args, **options)
+            wait = found.wait
+
+            def counted() -> list[Batch]:
+                ticked.set()
+                return wait()
+
+            found.wait = counted  # type: ignore[method-assign]
+            return found
+
+    run = Run(case, engine=Ticking)
+
+    def train() -> None:
+        assert ticked.wait(10.0), "no tick while training"
+
+    ticked.clear()
+    run.next_batch(train)
+
+
+class Failing(Engine):
+    """Fails in the first tick of the second flow, like a replica that died."""
+
+    flows = 0
+
+    def flow(self, *args: Any, **options: Any) -> Flow:
+        assert options["replaces"] is False, "the trainers cannot send weights to a new replica"
+        self.flows += 1
+        found = super().flow(*args, **options)
+        if self.flows == 2:
+            found.start = self.fail  # type: ignore[method-assign]
+        return found
+
+    def fail(self) -> None:
+        raise RuntimeError("replica 0 died")
+
+
+def test_error_of_the_generation_ends_the_step_after_its_training(case: Case) -> None:
+    trained: list[bool] = []
+    with pytest.raises(RuntimeError, match="replica 0 died"):
+        Run(case, engine=Failing).next_batch(lambda: trained.append(True))
+    assert trained == [True]
+
+
+class Endless(Engine):
+    """Responses are not shorter than 10^6 tokens."""
+
+    def response(self, seed: int) -> list[int]:
+        return [2] * 10**6
+
+
+def test_error_of_the_training_ends_the_generation_at_its_next_tick(case: Case) -> None:
+    run = Run(case)
+    run.next_batch()
+    run.engine = Endless(12)
+
+    def fail() -> None:
+        raise ValueError("the update failed")
+
+    start = time.monotonic()
+    run.buffer.remove([group.ordinal for group in run.buffer.complete()])
+    run.step += 1
+    run.sampler.rollout = cast(Any, run.engine)
+    with (
+        pytest.raises(ValueError, match="the update failed"),
+        run.policy.generating(run.sampler, run.step + 1, run.stream, Phases(), {}),
+    ):
+        fail()
+    assert time.monotonic() - start < 10.0
+    assert not [thread for thread in threading.enumerate() if thread.name == "generation ahead"]
