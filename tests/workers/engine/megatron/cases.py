@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +17,7 @@ from tests.tiny import model_config, save_tiny_model
 from tests.workers.engine.fsdp.cases import exported, train, training_batch
 from tests.workers.engine.toy import ADAMW, ToyLoss, ValueLoss, cut
 from workers.batch import Batch
-from workers.engine.base import EngineSpec, OptimizerSpec
+from workers.engine.base import EngineSpec, Loss, OptimizerSpec
 from workers.plan import MicroBatches
 from workers.roles.train_engines import make_engine
 
@@ -167,7 +167,9 @@ def trained_critic(path: str, **changes: Any) -> dict[str, Any]:
     }
 
 
-def gradient(engine: MegatronEngine, shares: list[Batch], plans: list[MicroBatches]) -> dict[str, tuple[Tensor, list[int]]]:
+def gradient(
+    engine: MegatronEngine, shares: Sequence[Batch], plans: Sequence[MicroBatches], loss: Loss | None = None
+) -> dict[str, tuple[Tensor, list[int]]]:
     """This rank's parts of the whole gradient, in Hugging Face's names, as a checkpoint has them."""
-    engine.accumulate(shares[engine.mesh.dp_rank], plans[engine.mesh.dp_rank], ToyLoss())
+    engine.accumulate(shares[engine.mesh.dp_rank], plans[engine.mesh.dp_rank], loss or ToyLoss())
     return {name: (part.clone(), begin) for name, (part, begin) in engine._exchange.parts(lambda param: param.main_grad)}

@@ -1,18 +1,23 @@
 """Runs in each of several processes: everything that needs this number of ranks, once. The tests read what is written here."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from tests.trainer.algorithms.parts import in_parts
+from tests.trainer.algorithms.plain import defaults
 from tests.workers.engine.fsdp.cases import all_cuts, exported, invariance_batch, train, training_batch
 from tests.workers.engine.megatron.cases import answers, gradient, megatron_engine, ranks, trained, trained_critic
 from tests.workers.engine.strike import strike
 from tests.workers.engine.toy import Shifted, ToyLoss, cut, toy_batch, toy_engine
+from trainer.algorithms.losses.actor_loss import ActorLoss, ActorLossConfig
 from workers.engine.out_of_memory import RepeatableOutOfMemory
 from workers.metric import plain_numbers
+from workers.plan import Limits, SharedRows
 
 Changes = dict[str, Any]
 
@@ -108,10 +113,24 @@ def main(rank: int, size: int, directory: str, models: dict[str, str]) -> None:
 
 
 def invariance(model: str, changes: Changes) -> dict[str, Any]:
-    """{how it is cut into micro-batches: this rank's parts of the gradient}"""
+    """{how it is cut into micro-batches: this rank's parts of the gradient}; parts: of trajectories as several rows, GSPO"""
     engine = megatron_engine(model, **changes)
     batch = invariance_batch("token-mean", torch.float32)
-    return {name: gradient(engine, shares, plans) for name, (shares, plans) in all_cuts(batch, engine.mesh.dp_size).items()}
+    found = {name: gradient(engine, shares, plans) for name, (shares, plans) in all_cuts(batch, engine.mesh.dp_size).items()}
+    parts = in_parts(batch, seed=4)
+    parts = parts.with_tokens(loss_weight=parts.tokens["loss_weight"] * parts.tokens["response_mask"])
+    rows = SharedRows(parts.lengths.tolist(), [()] * len(parts), parts.rows["trajectory"].tolist())
+    plan = rows.plan(engine.mesh.dp_size, Limits(max_tokens=max(rows.unit_tokens())))
+    return found | {"parts": gradient(engine, plan.split(parts), plan.micro_batches, sequence_loss())}
+
+
+def sequence_loss() -> ActorLoss:
+    """GSPO, whose ratio is over the trained tokens of a trajectory."""
+    config = defaults()
+    models = config.actor_rollout_ref
+    actor = replace(models.actor, policy_loss=replace(models.actor.policy_loss, loss_mode="gspo"))
+    config = replace(config, actor_rollout_ref=replace(models, actor=actor))
+    return ActorLoss(ActorLossConfig.of(config, old_log_probs_from_update=False))
 
 
 def resharding(rank: int, size: int, path: Path, models: dict[str, str]) -> dict[str, Any]:

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from tests.workers.engine.fsdp.cases import all_cuts, invariance_batch
-from tests.workers.engine.megatron.rank import INVARIANT
-from tests.workers.engine.toy import ToyLoss, cut, distance, gradients, plain_gradients, plain_model, toy_engine
+from tests.workers.engine.megatron.rank import INVARIANT, sequence_loss
+from tests.workers.engine.toy import ToyLoss, cut, distance, gradients, one_rank, plain_gradients, plain_model, toy_engine
 
 CASES = [pytest.param(size, name, id=name) for size, cases in INVARIANT.items() for name in cases]
 
@@ -39,6 +39,22 @@ def test_megatron(ranks_of: Callable[[int], list[dict[str, Any]]], plain: dict[s
     apart = {by: distance(joined([rank[by] for rank in found], plain), plain) for by in cuts}
     assert {by: value for by, value in apart.items() if not value <= 1e-5} == {}
     assert len(apart) == 5
+
+
+@pytest.fixture(scope="module")
+def whole(models: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tensor]:
+    """GSPO by FSDP, each trajectory as one row, all in one micro-batch."""
+    batch = invariance_batch("token-mean", torch.float32)
+    with one_rank(tmp_path_factory.mktemp("whole")):
+        return gradients(toy_engine(models["qwen2"]), batch, (tuple(range(len(batch))),), sequence_loss())
+
+
+@pytest.mark.parametrize(("size", "name"), CASES)
+def test_trajectories_as_several_rows(
+    ranks_of: Callable[[int], list[dict[str, Any]]], whole: dict[str, Tensor], size: int, name: str
+) -> None:
+    found = joined([rank[f"invariance {name}"]["parts"] for rank in ranks_of(size)], whole)
+    assert distance(found, whole) <= 1e-5 and max(float(grad.abs().max()) for grad in whole.values()) > 1e-3
 
 
 def test_fsdp_on_the_same_batch(group: None, models: dict[str, str], plain: dict[str, Tensor]) -> None:
