@@ -186,7 +186,7 @@ def test_kills_while_the_next_batch_is_generated_leave_the_run_bitwise_identical
     )  # fmt: skip
     whole = tmp_path / "whole"
     run_and_kill(arguments(task, whole, options), whole, [], tmp_path / "unkilled")
-    assert max(step["rollout/staleness/max"] for step in metrics_of(whole)) == 2
+    assert max(step.get("rollout/staleness/max", 0.0) for step in metrics_of(whole)) == 2
     table += kill_and_compare(task, tmp_path, options, kills, whole)
 
 
