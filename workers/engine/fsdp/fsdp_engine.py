@@ -76,6 +76,7 @@ class FSDPEngine(TrainEngine):
             rank=rank, world_size=world, dp_rank=rank // sp, dp_size=world // sp, is_output_rank=rank % sp == 0
         )
         self._device_mesh = device_mesh(spec.device, fsdp.fsdp_size)
+        self._reduces_last_only = fsdp.use_no_sync_for_gradient_accumulation
         self._token_sharding = TokenSharding.over(sp, spec.device)
         self._model, self._shell = self._build()
         # While parameters are gathered, the modules contain the gathered tensors. Keep references to the sharded ones.
@@ -206,7 +207,7 @@ class FSDPEngine(TrainEngine):
             # No division by micro-batches or ranks: loss_weight was computed over the whole mini-batch.
             total.backward()
             # A single micro-batch has nothing to add up, and unsharded gradients accumulate in float32.
-            if len(plan) > 1 and not self.fsdp.use_no_sync_for_gradient_accumulation:
+            if len(plan) > 1 and not self._reduces_last_only:
                 self._sum_in_float32(sums)
         for name in list(sums):
             # pop(): each float32 sum is freed as soon as its gradient is cast.
@@ -247,7 +248,7 @@ class FSDPEngine(TrainEngine):
         micro-batch. With use_no_sync_for_gradient_accumulation all reduction waits for the last micro-batch.
         """
         if isinstance(self._model, FSDPModule):
-            reduces = last or not self.fsdp.use_no_sync_for_gradient_accumulation
+            reduces = last or not self._reduces_last_only
             self._model.set_requires_gradient_sync(reduces)
             self._model.set_requires_all_reduce(last)
             self._model.set_is_last_backward(reduces)
