@@ -33,7 +33,13 @@ class Engine:
     version: int = 0
 
     def flow(
-        self, sampling: Sampling, requests: Callable[[Sequence[int]], Batch], *, expected: int, in_step: bool, replaces: bool = True
+        self,
+        sampling: Sampling,
+        requests: Callable[[Sequence[int]], Batch],
+        *,
+        expected: int,
+        in_step: bool,
+        replaces: bool = True,
     ) -> "Flow":
         assert in_step
         return Flow(self, requests)
