@@ -137,6 +137,7 @@ class ConversationTree:
                 "return sampled turns and all messages before them unchanged and append after them, or use on_break=split"
             )
         before = self.nodes[parent] if parent != ROOT else None
+        # Of the path and the text, so that calls which arrive in another order share the same nodes.
         name = seed_of(before.name if before else 0, prefixes[-1], tools_text, text)
         if name not in self._by_name:
             if broken:
@@ -232,6 +233,7 @@ class ConversationTree:
         Last: the longest recorded conversation that could not be continued (its last message), and why.
         """
         broken = None
+        # Longest first: a shorter conversation would tokenise a sampled turn anew that a longer one still has.
         for end in range(len(messages), 0, -1):
             for index in self._alike(prefixes[end], messages[:end]):
                 found = self.extend(index, messages[end:], tools)

@@ -74,6 +74,7 @@ class AdvantageInputs:
         factors = torch.full((len(place),), factor, dtype=torch.float64)
         if over == "turn":
             rows = self.rows()[place]
+            # Neighbouring tokens of one row are in one turn; a hole or the end of the row ends it.
             factors[:-1][(place.diff() == 1) & (rows.diff() == 0)] = 1.0
         return factors
 

@@ -93,6 +93,7 @@ class Trajectories:
         """The N trajectories as rows. Row columns and objects are those of the last part, where a trajectory ends."""
         if self.are_rows:
             return batch
+        # Without tokens, which would be copied for nothing.
         last = Batch(torch.ones_like(batch.lengths), rows=batch.rows, objects=batch.objects, meta=batch.meta).select(self.last)
         return Batch(
             self.lengths, {name: self.gather(column) for name, column in batch.tokens.items()}, last.rows, last.objects, last.meta

@@ -158,6 +158,7 @@ class Loop:
     def generating_next(self, step: int) -> AbstractContextManager[None]:
         """Generate the batch of the next step during the block, if ``async_training.mode`` says so and there is a next step."""
         policy, trainer = self.sampler.policy, self.trainer
+        # Nothing would train on a batch after the last step.
         if not isinstance(policy, RolloutsAhead) or step == trainer.total_steps:
             return nullcontext()
         return policy.generating(self.sampler, step + 1, self.prompts, trainer.phases, trainer.metrics)

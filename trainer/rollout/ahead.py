@@ -39,7 +39,6 @@ class RolloutsAhead(PartialRollouts):
         """max_staleness: versions between the weights before an update and those that sampled any token of it, at most."""
         # A group that is admitted for a step meets the weights of the step before the last, hence one less.
         super().__init__(buffer, groups=groups, oversubmit=oversubmit, max_age=max_staleness - 1)
-        self._abandoned = False
 
     @contextmanager
     def generating(
@@ -49,25 +48,24 @@ class RolloutsAhead(PartialRollouts):
 
         metrics: gets those of the generation. Raises what the block raises, else what the generation raised.
         """
-        failed, counts, ended = list[BaseException](), TokenCounts(), list[float]()
+        failed, counts, ended, abandoned = list[BaseException](), TokenCounts(), list[float](), threading.Event()
 
         def work() -> None:
             try:
                 for _ in self.generate(sampler, step, prompts, counts):
-                    if self._abandoned:
+                    if abandoned.is_set():
                         break
             except BaseException as error:  # raised by the thread that waits
                 failed.append(error)
             ended.append(time.perf_counter())
 
-        self._abandoned = False
         # daemon: a call that hangs must not keep the process alive when the step has failed.
         thread = threading.Thread(target=work, name="generation ahead", daemon=True)
         thread.start()
         try:
             yield
         except BaseException:
-            self._abandoned = True
+            abandoned.set()
             thread.join(ABANDON_SECONDS)
             raise
         waits = time.perf_counter()
@@ -82,6 +80,7 @@ class RolloutsAhead(PartialRollouts):
         with phases("gen"):
             # Without a tick, except in the first step of a run.
             taken = [group for new in self.generate(sampler, step, prompts, TokenCounts()) for group in new]
+            # Not in the thread: scores of the batch that is trained on and of a validation are collected between the two.
             submitted = self._submit(sampler, taken)
         batch = self._taken(sampler, submitted, taken, step, phases, overlap)
         sampled = batch.tokens["response_mask"].bool()

@@ -312,6 +312,7 @@ class RolloutFlow:
             for call, result in self._rollout.watchdog.results(self._calls, every=every).items():
                 replica, number = self._calls.pop(call)
                 if isinstance(result, WorkerError):
+                    # The trainers are in an update: a new replica could get no weights, or those of another version.
                     if not self._replaces:
                         raise result
                     self._rollout.replace(replica, result)

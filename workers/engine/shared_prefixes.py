@@ -76,6 +76,7 @@ class SharedPrefixes:
         if (n_computed := sum(stretch.length for stretch in stretches)) == starts[-1]:
             return None
         stretches.sort(key=lambda stretch: (-stretch.seen, -stretch.length, stretch.start))  # equal shapes: one attention call
+        # Computed tokens are split evenly over Ulysses ranks, so these are padded and not the rows.
         if padding := -n_computed % unit:
             stretches.append(Stretch(starts[-1], 0, padding))
         computed = np.concatenate([np.arange(s.start + s.before, s.start + s.seen) for s in stretches])

@@ -54,8 +54,8 @@ class ActorLoss:
     """Token loss (T,) and metrics of the actor; the factory named by a LossSpec.
 
     Reads the token columns ``columns``, response_mask and loss_weight, all (T,); rows trajectory and part where a trajectory has
-    several rows. Reports the mismatch between the trainer's and
-    the rollout engine's log-probs when no separate log-prob pass does.
+    several rows. Reports the mismatch between the trainer's and the rollout engine's log-probs when no separate log-prob pass
+    does.
     """
 
     def __init__(self, config: ActorLossConfig) -> None:

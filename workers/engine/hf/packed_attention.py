@@ -128,6 +128,7 @@ def packed_attention(
     cut, shared = packed_rows.cut, packed_rows.shared
     if cut is not None:
         q, k, v = cut.to_heads(q, k, v)
+    # After the exchange, where a rank has all computed tokens of its heads: the keys of a prefix may be another rank's.
     if shared is not None:
         k, v = k.index_select(0, shared.seen), v.index_select(0, shared.seen)
     out = _whole_rows_attention(q, k, v, packed_rows, scaling, sliding_window)
