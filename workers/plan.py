@@ -207,7 +207,7 @@ class SharedRows:
         members, trees = self.members(), dict[int, dict[int, list[list[int]]]]()
         for unit in _largest_first(range(len(members)), self.unit_tokens()):
             row = members[unit][0]
-            # The first node is the tree's, commonly a prompt; the second one tells its branches apart.
+            # The first node is the tree's, commonly a prompt; the second one identifies the branch.
             branch = self.chains[row][1][0] if len(self.chains[row]) > 1 else ~row
             trees.setdefault(self._root(row), {}).setdefault(branch, []).append(members[unit])
         found = []
