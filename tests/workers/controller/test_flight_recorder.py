@@ -111,6 +111,7 @@ def test_process_without_torch_has_no_records_and_keeps_its_setting(monkeypatch:
     start = (
         "import os, time\nfrom workers.controller.flight_recorder import enable_collective_reports\nenable_collective_reports()\n"
     )
+    monkeypatch.delenv("TORCH_FR_BUFFER_SIZE", raising=False)  # workers of this process have set it
     for name, value, found in [("PATH", os.environ["PATH"], "2000"), ("TORCH_NCCL_TRACE_BUFFER_SIZE", "0", "None")]:
         monkeypatch.setenv(name, value)
         code = f"assert str(os.environ.get('TORCH_FR_BUFFER_SIZE')) == '{found}'\nprint(flush=True); time.sleep(600)"
