@@ -89,8 +89,9 @@ class ScoringProgress:
 class Rewards(Protocol):
     """Source of scores, a context manager: local processes (RewardRunner) or servers (RemoteRewards).
 
-    submit queues responses and returns at once; scoring begins while others are still generated. places: their positions in the
-    result of finish, which waits for the scores of all submitted responses. score does both, in order.
+    submit queues responses and returns at once; scoring begins while others are still generated. keys: of these responses, unique
+    among those that are not finished. finish waits for the scores of some of them; the others remain. score does both, in order,
+    and needs the keys from 0.
     """
 
     progress: ScoringProgress
@@ -99,9 +100,9 @@ class Rewards(Protocol):
 
     def wait_ready(self) -> None: ...
 
-    def submit(self, answers: Sequence[Response], places: Sequence[int]) -> None: ...
+    def submit(self, answers: Sequence[Response], keys: Sequence[int]) -> None: ...
 
-    def finish(self) -> list[Score]: ...
+    def finish(self, keys: Sequence[int]) -> list[Score]: ...
 
     def score(self, answers: Sequence[Response]) -> list[Score]: ...
 

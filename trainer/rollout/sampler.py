@@ -99,6 +99,7 @@ class Sampler:
         self.failures = failures
         self.left_out: list[Batch] = []
         """Rows dropped by the last ``next_batch`` because their rewards failed."""
+        self._n_submitted = 0
 
     def next_batch(self, step: int, prompts: PromptStream, phases: Phases, overlap: Overlap | None = None) -> Batch:
         """Generate the step's training batch: scored responses, ``n`` per prompt, in the order of the prompts.
@@ -249,9 +250,9 @@ class Sampler:
         objects: prompt, response, ground_truth, data_source, reward_extra, reward_error.
         """
         with phases("reward"), self.watchdog.own("reward", "scoring", f"{len(asked)} answers"):
-            scores = self.rewards.finish()
-        batch = batch.select(batch.rows["id"].argsort())  # they came as they ended
-        del batch.rows["id"]
+            batch = batch.select(batch.rows["id"].argsort())  # they came as they ended
+            scores = self.rewards.finish(batch.rows["score_key"].tolist())
+        del batch.rows["id"], batch.rows["score_key"]
         texts: list[str] = batch.objects.pop("response")
         scores = self._with_timeout_scores(scores)
         if self.models is not None:
@@ -292,14 +293,17 @@ class Sampler:
     def submit(self, answers: Batch, questions: Batch, asked: Sequence[Prompt]) -> Batch:
         """Submit responses for scoring, while others are generated; returns them with their prompts and objects["response"].
 
-        answers: as engines return them; rows["id"] are the places of their scores. questions, asked: the prompt of each.
+        answers: as engines return them. questions, asked: the prompt of each. Adds rows["score_key"], the keys of their scores.
         """
         texts = decode_responses(answers, self.tokenizer)
         batch = join_responses(questions, answers)
         by_servers = isinstance(self.rewards, RemoteRewards)
         requests = responses_to_score(asked, texts, batch, self.tokenizer, for_servers=by_servers)
-        self.rewards.submit(requests, answers.rows["id"].tolist())
-        return Batch(batch.lengths, batch.tokens, batch.rows, {"response": texts})
+        # Unique in the run: scores of a later batch may be outstanding while those of a validation are collected.
+        keys = range(self._n_submitted, self._n_submitted + len(answers))
+        self._n_submitted += len(answers)
+        self.rewards.submit(requests, keys)
+        return Batch(batch.lengths, batch.tokens, batch.rows | {"score_key": torch.tensor(keys)}, {"response": texts})
 
     def _with_timeout_scores(self, scores: Sequence[Score]) -> list[Score]:
         """Replace the missing value of scores that timed out by ``reward.timeout_score``."""

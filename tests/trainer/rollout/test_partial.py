@@ -97,9 +97,9 @@ class Flow:
 class Slow(Judge):
     """Scores are late."""
 
-    def finish(self) -> list[Score]:
+    def finish(self, keys: Sequence[int]) -> list[Score]:
         time.sleep(0.001)
-        return super().finish()
+        return super().finish(keys)
 
 
 class Buffer(GroupBuffer):

@@ -120,12 +120,12 @@ class Judge:
     calls: Counter[int] = field(default_factory=Counter)
     submitted: dict[int, Response] = field(default_factory=dict)
 
-    def submit(self, answers: Sequence[Response], places: Sequence[int]) -> None:
-        self.submitted |= zip(places, answers, strict=True)
+    def submit(self, answers: Sequence[Response], keys: Sequence[int]) -> None:
+        assert self.submitted.keys().isdisjoint(keys)
+        self.submitted |= zip(keys, answers, strict=True)
 
-    def finish(self) -> list[Score]:
-        answers = [self.submitted[place] for place in sorted(self.submitted)]
-        self.submitted = {}
+    def finish(self, keys: Sequence[int]) -> list[Score]:
+        answers = [self.submitted.pop(key) for key in keys]
         uids = [answer.extra_info["uid"] for answer in answers]
         self.calls.update(set(uids))
         scores = []

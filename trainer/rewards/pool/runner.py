@@ -64,7 +64,7 @@ class RewardRunner:
         self._selector = selectors.DefaultSelector()
         self._answers: dict[int, Response] = {}
         self._waiting: deque[int] = deque()
-        """Places of responses that no process has."""
+        """Keys of responses that no process has."""
         self._scores: dict[int, Score] = {}
         self.progress = ScoringProgress()
 
@@ -85,64 +85,69 @@ class RewardRunner:
             self.close()
             raise
 
-    def submit(self, answers: Sequence[Response], places: Sequence[int]) -> None:
-        """Queue responses and give them to idle processes, without waiting. places: see Rewards.
+    def submit(self, answers: Sequence[Response], keys: Sequence[int]) -> None:
+        """Queue responses and give them to idle processes, without waiting. keys: see Rewards.
 
         Raises ValueError for a data source without a scorer, and as wait_ready does.
         """
-        self._queue(answers, places)
+        self._queue(answers, keys)
         if self._function is None:
             with self._closed_on_error():
                 self._turn(wait=False)
                 # One chunk for each idle process: the next call may be a while away.
                 if self._whole is False:
-                    self._give(1)
+                    self._give(1, ())
 
-    def finish(self) -> list[Score]:
-        """Wait for the scores of all submitted responses; returns them by place. Raises as submit does."""
-        places = sorted(self._answers)
+    def finish(self, keys: Sequence[int]) -> list[Score]:
+        """Wait for the scores of submitted responses; returns them in the order of ``keys``. Raises as submit does."""
         with self._closed_on_error():
             if self._function is not None:
-                scores = score_all(self._function, [self._answers[place] for place in places], self._threads)
-                for place, score in zip(places, scores, strict=True):
-                    self._add_scores({place: score})
-            while len(self._scores) < len(self._answers):
-                self._give(_CHUNKS_PER_PROCESS)
-                self._turn(wait=True)
-        found = [self._scores[place] for place in places]
-        self._forget()
+                scores = score_all(self._function, [self._answers[key] for key in keys], self._threads)
+                for key, score in zip(keys, scores, strict=True):
+                    self._add_scores({key: score})
+                taken = set(keys)
+                self._waiting = deque(key for key in self._waiting if key not in taken)
+            missing = set(keys) - self._scores.keys()
+            while missing:
+                self._give(_CHUNKS_PER_PROCESS, keys)
+                missing -= self._turn(wait=True).keys()
+        found = [self._scores.pop(key) for key in keys]
+        for key in keys:
+            del self._answers[key]
         return found
 
     def score(self, answers: Sequence[Response]) -> list[Score]:
         """One score per response, in order. Raises as submit does."""
         self._queue(answers, range(len(answers)))
-        return self.finish()
+        return self.finish(range(len(answers)))
 
-    def _queue(self, answers: Sequence[Response], places: Sequence[int]) -> None:
+    def _queue(self, answers: Sequence[Response], keys: Sequence[int]) -> None:
         if scores_by_source(self._config):
             check_data_sources(answer.data_source for answer in answers)
         self.start()
         if not self._answers:
             self.progress = ScoringProgress()
         self.progress.asked += len(answers)
-        self._waiting += places
-        self._answers |= zip(places, answers, strict=True)
+        self._waiting += keys
+        self._answers |= zip(keys, answers, strict=True)
 
-    def _give(self, parts: int) -> None:
-        """Give each idle process one of ``parts`` chunks of its share of the waiting responses."""
+    def _give(self, parts: int, batch: Sequence[int]) -> None:
+        """Give each idle process one of ``parts`` chunks of its share of the waiting responses.
+
+        batch: what a function over whole batches gets.
+        """
         if self._whole is None:
             return
         for process in self._processes:
             if self._waiting and process.idle:
-                # A function over whole batches gets the responses in order.
-                chunk = sorted(islice(self._waiting, self._chunk_size(parts)))
+                # A function over whole batches gets the responses in order, and nothing of a later batch.
+                whole = (key for key in batch if key not in self._scores)
+                chunk = list(whole if self._whole else islice(self._waiting, self._chunk_size(parts)))
                 if process.give(chunk, self._answers, self._limit(chunk)):
-                    for _ in chunk:
-                        self._waiting.popleft()
+                    given = set(chunk)
+                    self._waiting = deque(key for key in self._waiting if key not in given)
 
     def _chunk_size(self, parts: int) -> int:
-        if self._whole:
-            return len(self._waiting)
         if self._threads > 1:  # requests to a judge overlap within a chunk, so chunks must be larger than the number of threads
             parts, longest = 1, _CHUNKS_PER_PROCESS * self._threads
         else:
@@ -187,8 +192,11 @@ class RewardRunner:
         self._processes.append(process)
         self._selector.register(process.connection, selectors.EVENT_READ, process)
 
-    def _turn(self, *, wait: bool) -> None:
-        """Add the scores that have arrived, and those of processes that died or exceeded their deadline; wait: for the first."""
+    def _turn(self, *, wait: bool) -> dict[int, Score]:
+        """Add the scores that have arrived, and those of processes that died or exceeded their deadline; wait: for the first.
+
+        Returns them by key.
+        """
         scores: dict[int, Score] = {}
         first = min(process.deadline for process in self._processes) if wait else 0.0
         for key, _ in self._selector.select(None if first == inf else max(0.0, first - time.monotonic())):
@@ -212,6 +220,7 @@ class RewardRunner:
             if time.monotonic() >= process.deadline:
                 scores |= self._replace(process, f"timed out after {self._limit(process.given):g} s")
         self._add_scores(scores)
+        return scores
 
     def _limit(self, given: Sized) -> float:
         """Seconds until the next message of a process with these responses is due."""
@@ -246,7 +255,7 @@ class RewardRunner:
 
 
 class _Process:
-    """One scoring process. given: places of responses without a score yet. deadline: time by which its next message is due."""
+    """One scoring process. given: keys of responses without a score yet. deadline: time by which its next message is due."""
 
     def __init__(self, config: ScoringConfig, threads: int) -> None:
         self.connection, child_end = socket.socketpair()

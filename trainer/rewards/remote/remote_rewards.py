@@ -49,6 +49,8 @@ class RemoteRewards:
         self._threads = DaemonThreads(self._score, config.concurrency)
         self._waiting: list[tuple[int, Response]] = []
         self._requests: list[tuple[Sequence[int], Future[list[Score]]]] = []
+        self._scores: dict[int, Score] = {}
+        """Scores that came with those of another ``finish``."""
         self.progress = ScoringProgress()
 
     def start(self) -> None:
@@ -71,39 +73,41 @@ class RemoteRewards:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         """Do nothing: the servers keep running."""
 
-    def submit(self, answers: Sequence[Response], places: Sequence[int]) -> None:
+    def submit(self, answers: Sequence[Response], keys: Sequence[int]) -> None:
         """Send complete requests of ``batch_size`` responses; the rest waits for more, or for ``finish``."""
         if not self._waiting and not self._requests:
             self.progress = ScoringProgress()
         self.progress.asked += len(answers)
-        self._waiting += zip(places, answers, strict=True)
+        self._waiting += zip(keys, answers, strict=True)
         size = self._config.batch_size
         while len(self._waiting) >= size:
             self._send(size)
 
-    def finish(self) -> list[Score]:
-        """One score per submitted response, by place. A response that no server scored has an error; others are not affected."""
+    def finish(self, keys: Sequence[int]) -> list[Score]:
+        """Scores of ``keys``, in order. A response that no server scored has an error; others are not affected."""
         self._send(len(self._waiting))
-        found: dict[int, Score] = {}
+        wanted = set(keys)
         try:
-            for places, request in self._requests:
-                scores = request.result()
-                found |= zip(places, scores, strict=True)
+            for request in [request for request in self._requests if not wanted.isdisjoint(request[0])]:
+                scores = request[1].result()
+                self._requests.remove(request)
+                self._scores |= zip(request[0], scores, strict=True)
                 self.progress.add(scores)
-        finally:
+        except BaseException:
             self._threads.clear()
-            self._requests = []
-        return [found[place] for place in range(len(found))]
+            self._requests, self._scores = [], {}
+            raise
+        return [self._scores.pop(key) for key in keys]
 
     def score(self, answers: Sequence[Response]) -> list[Score]:
         self.submit(answers, range(len(answers)))
-        return self.finish()
+        return self.finish(range(len(answers)))
 
     def _send(self, n: int) -> None:
         """Send a request with the first ``n`` responses that wait; nothing for 0."""
         if n:
-            places, answers = zip(*self._waiting[:n], strict=True)
-            self._requests.append((places, self._threads.add(answers)))
+            keys, answers = zip(*self._waiting[:n], strict=True)
+            self._requests.append((keys, self._threads.add(answers)))
             del self._waiting[:n]
 
     def _score(self, answers: Sequence[Response]) -> list[Score]:

@@ -135,7 +135,7 @@ def test_submitted_responses_are_scored_before_the_result_is_asked_for(rewards: 
 
         wait_until(scored)
         runner.submit(asked[9:], range(9, 20))
-        expect(runner.finish(), {})
+        expect(runner.finish(range(20)), {})
         assert str(runner.progress) == "20 of 20 answers"
 
 
@@ -149,7 +149,7 @@ def test_pieces_in_any_order_get_the_scores_of_their_places(rewards: Path) -> No
             places = range(first, 40, 4)
             runner.submit([answers(*texts)[place] for place in places], places)
             time.sleep(0.15)
-        expect(runner.finish(), failures)
+        expect(runner.finish(range(40)), failures)
         expect(runner.score(answers("fine")), {})
 
 
@@ -158,9 +158,26 @@ def test_function_over_batches_gets_all_pieces_at_once_and_in_order(rewards: Pat
         runner.wait_ready()
         for places in ([4, 5], [0, 3], [2, 1]):
             runner.submit([answers(*["fine"] * 6)[place] for place in places], places)
-        scores = runner.finish()
+        scores = runner.finish(range(6))
     expect(scores, {})
     assert {score.extra["of"] for score in scores} == {6.0} and [score.extra["place"] for score in scores] == [*range(6)]
+
+
+@pytest.mark.parametrize("function", [{}, {"name": "all_at_once"}, {"num_workers": 0}], ids=["one by one", "whole batches", "here"])
+def test_a_later_batch_waits_while_another_is_finished(rewards: Path, function: dict[str, object]) -> None:
+    texts = [*["fine"] * 3, "raise", *["fine"] * 4]
+    later = {"all_at_once": {}}.get(str(function.get("name")), {3: "as asked"})
+    with RewardRunner(config(rewards, **function)) as runner:
+        runner.wait_ready()
+        runner.submit(answers(*texts)[:5], range(100, 105))
+        runner.submit(answers(*["fine"] * 4), (7, 9, 3, 5))
+        scores = runner.finish([7, 9, 3, 5])
+        expect(scores, {})
+        runner.submit(answers(*texts)[5:], range(105, 108))
+        expect(runner.score(answers("fine")), {})
+        remaining = runner.finish(range(100, 108))
+    expect(remaining, later)
+    assert [score.extra.get("of") for score in (scores[0], remaining[0])] == ([4, 8] if "name" in function else [None, None])
 
 
 def test_failing_response_affects_no_other(rewards: Path) -> None:

@@ -102,8 +102,16 @@ def test_full_requests_are_sent_before_the_result_is_asked_for(servers: tuple[Re
     rewards.submit([answers(10)[place] for place in (7, 2, 0, 5, 9)], [7, 2, 0, 5, 9])
     wait_until(lambda: len(server.asked) == 1)
     rewards.submit([answers(10)[place] for place in (1, 3, 4, 6, 8)], [1, 3, 4, 6, 8])
-    assert rewards.finish() == good(10) and len(server.asked) == 3
+    assert rewards.finish(range(10)) == good(10) and len(server.asked) == 3
     assert rewards.score(answers(3)) == good(3), "nothing is left of the call before"
+
+
+def test_a_later_batch_waits_while_another_is_finished(servers: tuple[Rewards, Rewards]) -> None:
+    rewards = remote(servers[0], batch_size=4)
+    rewards.submit(answers(6), range(100, 106))
+    rewards.submit(answers(3), (20, 10, 15))
+    assert rewards.finish([20, 10, 15]) == good(3), "two of the later batch were sent with them"
+    assert rewards.finish([105, *range(100, 105)]) == [good(6)[5], *good(6)[:5]]
 
 
 @pytest.mark.parametrize("failure", [(500, b"oops", 0.0), (200, b"<html>", 0.0), (429, b"", 0.0)])
