@@ -255,17 +255,14 @@ class SimulatedRewards:
 
     def __init__(self, kept_share: float) -> None:
         self._kept_share = kept_share
-        self._submitted: dict[int, Score] = {}
+        self._kept: dict[int, bool] = {}
 
-    def submit(self, answers: Sequence[Response], places: Sequence[int]) -> None:
-        for answer, place in zip(answers, places, strict=True):
-            kept = seed_of("kept", answer.ground_truth) < self._kept_share * 2**63
-            self._submitted[place] = Score(float(kept and place % 2), {}, None)
+    def submit(self, answers: Sequence[Response], keys: Sequence[int]) -> None:
+        kept = (seed_of("kept", answer.ground_truth) < self._kept_share * 2**63 for answer in answers)
+        self._kept |= zip(keys, kept, strict=True)
 
-    def finish(self) -> list[Score]:
-        scores = [self._submitted[place] for place in sorted(self._submitted)]
-        self._submitted = {}
-        return scores
+    def finish(self, keys: Sequence[int]) -> list[Score]:
+        return [Score(float(self._kept.pop(key) and place % 2), {}, None) for place, key in enumerate(keys)]
 
 
 @cache

@@ -80,7 +80,9 @@ class PartialRollouts:
             flow = sampler.rollout.flow(sampler.sampling, buffer.requests, expected=expected, in_step=True, replaces=replaces)
             counts.recomputed += self._resubmit(flow)
             # Groups that have waited since the last step count: else more of them would wait, and become older, with every step.
-            n_unfinished = self.in_flight - (len(buffer) - buffer.n_unfinished)
+            n_waiting = len(buffer) - buffer.n_unfinished
+            # In the first tick no more than the batch needs: where all of them end in it, further ones would only become stale.
+            n_unfinished = self.groups - n_waiting
             while len(taken) < self.groups:
                 # The second bound: see GroupBuffer.choose.
                 while buffer.n_unfinished < n_unfinished and len(buffer) < (self.max_age + 1) * self.groups:
@@ -88,6 +90,7 @@ class PartialRollouts:
                 flow.start()
                 yield new
                 counts.generated += self._wait(flow)
+                n_unfinished = self.in_flight - n_waiting
                 new = self._further(taken, step)
                 taken = taken + new
             counts.generated += self._suspend(flow)
