@@ -118,15 +118,15 @@ def test_time_of_the_engine_equals_a_simulation_step_by_step() -> None:
     assert again.meta["seconds"] == pytest.approx(prefill + SMALL.a + SMALL.b * len(first))
 
 
-def test_short_responses_wait_for_one_step_at_most(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All of a tick's responses end in it. The groups that wait for the next step do not grow in number."""
+def test_responses_that_end_in_the_first_tick_are_never_stale(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No group beyond the batch is admitted before the second tick."""
     monkeypatch.setattr(remote_rollout, "STEPS", SMALL.max_tokens)
     settings = replace(SMALL, slots=256)
     with LocalBackend() as backend:
         run = Simulation(settings, backend, tmp_path, "partial")
         metrics = [run.step().meta["metrics"] for _ in range(6)]
-    assert [step["rollout/waiting_groups"] for step in metrics] == [0.5 * settings.prompts] * 6
-    assert [step["rollout/age/max"] for step in metrics] == [0.0, *[1.0] * 5]
+    for name in ("rollout/waiting_groups", "rollout/unfinished_groups", "rollout/age/max", "rollout/stale_tokens"):
+        assert [step[name] for step in metrics] == [0.0] * 6
 
 
 def test_dynamic_sampling_with_partial_rollouts_keeps_the_slots_full(tmp_path: Path) -> None:
