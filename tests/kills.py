@@ -42,14 +42,18 @@ class Kill:
     ``latest``: it has its name, and latest_checkpointed_iteration.txt names another; ``remove``: an old one is half removed.
     moment: of a phase: seconds after its begin, but within it, or as it ends. first: the driver, and immediately the others;
     the workers, and immediately the others; or the driver ``alone``: the others have to end by themselves. backend:
-    trainer.backend of that start.
+    trainer.backend of that start. Or one worker alone, ``trainer`` or ``rollout``: the driver has to notice, and ends with code 1.
     """
 
     step: int
     phase: str
     moment: float | Literal["end"] = 0.0
-    first: Literal["driver", "workers", "alone"] = "driver"
+    first: Literal["driver", "workers", "alone", "trainer", "rollout"] = "driver"
     backend: Literal["ray", "local"] = "ray"
+
+    @property
+    def spares_driver(self) -> bool:
+        return self.first in ("trainer", "rollout")
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,12 +98,12 @@ def run_and_kill(
         if kill is None:
             assert code == 0, f"the run does not complete:\n{message}"
         else:
-            assert code == -signal.SIGKILL and (notes / "killed").exists(), (
-                f"{kill} was not reached, exit code {code}:\n{message}"
-            )
+            wanted = 1 if kill.spares_driver else -signal.SIGKILL
+            assert code == wanted and (notes / "killed").exists(), f"{kill} was not reached, exit code {code}:\n{message}"
+            assert not kill.spares_driver or "died: killed by a signal" in message
             found = json.loads((notes / "killed").read_text())
             killed.append(KilledRun(**found | {"processes": [tuple(process) for process in found["processes"]]}))
-            end(killed[-1], at_once=kill.first != "alone")
+            end(killed[-1], at_once=kill.first in ("driver", "workers"))
         begun.append(float((notes / "begun").read_text()) if (notes / "begun").exists() else None)
     assert all(leftovers(run_dir, one) == [] for one in killed)
     steps = [next(time for time in begun[number + 1 :] if time is not None) for number in range(len(kills))]
@@ -226,9 +230,10 @@ class KillHooks:
         timer.start()
 
     def kill_now(self) -> None:
-        """Does not return. The timer may call it when the phase ends."""
+        """Does not return, unless the driver is spared. The timer may call it when the phase ends."""
         assert self.kill is not None
-        self.striking.acquire()
+        if not self.striking.acquire(blocking=not self.kill.spares_driver):
+            return
         ray = [self.run_dir.absolute() / "ray"] if (self.run_dir / "ray").is_symlink() else []
         places = [*map(str, self.run_dir.glob(".ray-*")), *(str(Path(os.readlink(link)).parent) for link in ray)]
         actual = {process.pid: process for process in (*psutil.Process().children(recursive=True), *family(places))}.values()
@@ -240,6 +245,11 @@ class KillHooks:
         )
         (self.notes / "killed.partial").write_text(json.dumps(asdict(killed)))
         (self.notes / "killed.partial").rename(self.notes / "killed")
+        if self.kill.spares_driver:
+            pool = {"trainer": "actor", "rollout": "rollout.*"}[self.kill.first]
+            (log,) = (self.run_dir / "logs").glob(f"rank_0_{pool}.log")
+            os.kill(int(re.findall(r"^--- process (\d+)", log.read_text(), re.MULTILINE)[-1]), signal.SIGKILL)
+            return
         if self.kill.first == "workers":
             for process in sorted(actual, key=lambda process: not is_worker(process)):
                 with suppress(psutil.NoSuchProcess):
