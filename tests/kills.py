@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import psutil
+import pytest
 
 from tests.layout.source import ROOT
 from workers.controller.ray.ray_session import family
@@ -42,14 +43,15 @@ class Kill:
     ``latest``: it has its name, and latest_checkpointed_iteration.txt names another; ``remove``: an old one is half removed.
     moment: of a phase: seconds after its begin, but within it, or as it ends. first: the driver, and immediately the others;
     the workers, and immediately the others; or the driver ``alone``: the others have to end by themselves. backend:
-    trainer.backend of that start. Or one worker alone, ``trainer`` or ``rollout``: the driver has to notice, and ends with code 1.
+    trainer.backend of that start; threads: see tests/threads.py. Or one worker alone, ``trainer`` or ``rollout``: the driver has
+    to notice, and ends with code 1.
     """
 
     step: int
     phase: str
     moment: float | Literal["end"] = 0.0
     first: Literal["driver", "workers", "alone", "trainer", "rollout"] = "driver"
-    backend: Literal["ray", "local"] = "ray"
+    backend: Literal["ray", "local", "threads"] = "ray"
 
     @property
     def spares_driver(self) -> bool:
@@ -83,18 +85,21 @@ def run_and_kill(
     kills: Sequence[Kill],
     folder: Path,
     *,
-    last: Literal["ray", "local"] = "ray",
+    last: Literal["ray", "local", "threads"] = "ray",
     python: str = sys.executable,
 ) -> list[Outcome]:
     """Start a run again and again until it completes; the k-th start is ended by kills[k]. folder: for records. last:
-    trainer.backend of the start that completes. python: an interpreter, or tests.warm's stand-in.
+    trainer.backend of the start that completes. python: an interpreter, or tests.warm's stand-in for starts without Ray.
     """
     killed: list[KilledRun] = []
     begun: list[float | None] = []
     for number, kill in enumerate([*kills, None]):
         notes = folder / str(number)
         notes.mkdir(parents=True)
-        code, message = start([*arguments, f"trainer.backend={kill.backend if kill else last}"], kill, notes, python)
+        backend = kill.backend if kill else last
+        # Ray's processes are not forked from the stand-in.
+        own = sys.executable if backend == "ray" else python
+        code, message = start([*arguments, f"trainer.backend={backend}"], kill, notes, own)
         if kill is None:
             assert code == 0, f"the run does not complete:\n{message}"
         else:
@@ -246,8 +251,8 @@ class KillHooks:
         (self.notes / "killed.partial").write_text(json.dumps(asdict(killed)))
         (self.notes / "killed.partial").rename(self.notes / "killed")
         if self.kill.spares_driver:
-            pool = {"trainer": "actor", "rollout": "rollout.*"}[self.kill.first]
-            (log,) = (self.run_dir / "logs").glob(f"rank_0_{pool}.log")
+            pool = {"trainer": "actor", "rollout": "rollout"}[self.kill.first]
+            log = self.run_dir / "logs" / f"rank_0_{pool}.log"
             os.kill(int(re.findall(r"^--- process (\d+)", log.read_text(), re.MULTILINE)[-1]), signal.SIGKILL)
             return
         if self.kill.first == "workers":
@@ -271,6 +276,7 @@ def shared_memory(process: psutil.Process) -> list[str]:
 
 
 def main(kill: str, notes: str, *arguments: str) -> int:
+    from tests.threads import use_threads
     from trainer import main_ppo
     from trainer.harness import Trainer
     from trainer.rollout import remote_rollout
@@ -281,6 +287,9 @@ def main(kill: str, notes: str, *arguments: str) -> int:
     run_dir = next(word for word in reversed(arguments) if word.startswith("trainer.default_local_dir=")).partition("=")[2]
     if any(word.startswith("async_training.mode=") for word in arguments):
         remote_rollout.STEPS = 4  # so that short responses are in flight between steps
+    if arguments[-1] == "trainer.backend=threads":
+        use_threads(pytest.MonkeyPatch())
+        arguments = (*arguments[:-1], "trainer.backend=ray")
     hooks = KillHooks(wish and Kill(**wish), Path(notes), Path(run_dir))
     Trainer.steps = hooks.steps(Trainer.steps)  # type: ignore[method-assign]
     Phases.__call__ = hooks.phases(Phases.__call__)  # type: ignore[method-assign]
