@@ -35,7 +35,10 @@ def use_threads(monkeypatch: pytest.MonkeyPatch) -> None:
         if opened[0] == 1:
             init(*args, **options)
 
-    def leave() -> None:
+    def leave(group: Any = None) -> None:
+        if group is not None:
+            destroy(group)
+            return
         opened[0] -= 1
         if opened[0] == 0:
             destroy()

@@ -3,9 +3,10 @@
     python scripts/bench/ahead.py                  # JSON on stdout, three minutes, which are spent asleep
     python scripts/bench/ahead.py --train 3
 
-Sampler, policies, buffer, flow, thread and clock are the trainer's; the engine is that of rollout_flow.py and sleeps for as long as
-its calls take in simulated time, and an update sleeps for ``train`` seconds. The prediction runs the same policies in simulated
-time, without sleeping: a synchronous step takes generation and update, one with generation ahead the longer of both.
+Sampler, policies, buffer, flow, thread and clock are the trainer's; the engine is that of rollout_flow.py and sleeps for as long
+as its calls take in simulated time, and an update sleeps for ``train`` seconds. The prediction runs the same policies without
+sleeping, in simulated time: a synchronous step takes generation and update, one with generation ahead the longer of both. The
+controller's own work is in the measurement alone; use longer times (a, b, c, train) on a machine that is not idle.
 
 modes: max_staleness 0 is synchronous, 1 is one_step_off, which is async with the same bound. ratio: measured over predicted steps
 per hour. speedup: measured steps per hour over those of the synchronous mode.
@@ -44,7 +45,7 @@ class SleepingEngine(SimulatedEngine):
 
 
 def step(run: Simulation, train: Callable[[], object]) -> tuple[float, float]:
-    """Run a step as the loop does. Returns the simulated seconds that it waits for its batch, and those that ``train`` overlaps."""
+    """Run a step as the loop does. Returns simulated seconds: those of waiting for its batch, those that ``train`` overlaps."""
     begin = run.clock.seconds
     run.step()
     waited = run.clock.seconds

@@ -1,10 +1,10 @@
-"""Held-out accuracy of asynchronous training after the same number of tokens as synchronous: the quick start's task, by seed, as JSON.
+"""Held-out accuracy of asynchronous and synchronous training after as many steps: the quick start's task, by seed, as JSON.
 
-    python scripts/bench/async_accuracy.py                             # all modes, seeds 41 42 43, 250 steps: an hour on two cores
+    python scripts/bench/async_accuracy.py                        # all modes, seeds 41 42 43, 250 steps: an hour on two cores
     python scripts/bench/async_accuracy.py --modes async-1 --seeds 41
     python scripts/bench/async_accuracy.py --modes async-4 --overrides async_training.oversubmit=4
 
-Each seed has its own model, warmed up as in scripts/quickstart.sh. Trainer and engine have a slot each, except in synchronous runs.
+Each seed has its own model, warmed up as in scripts/quickstart.sh. Trainer and engine have a slot each in asynchronous runs.
 
 accuracies: of the greedy responses after the last step, by seed. staleness: mean over the steps after the first of
 rollout/staleness/max, by seed. standard_error: of one accuracy, from the number of held-out problems.

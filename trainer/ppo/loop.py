@@ -376,8 +376,8 @@ class Loop:
 
         The data streams keep their positions and responses in flight are discarded, so no prompt of the discarded steps is
         repeated. A run that is killed before its next checkpoint resumes from the one rolled back to, with no record of the
-        rollback: it repeats the same steps, the same alarm and the same rollback, bitwise. Raises CheckFailed if the run cannot be
-        rolled back.
+        rollback: it repeats the same steps, the same alarm and the same rollback, bitwise. Raises CheckFailed if the run cannot
+        be rolled back.
         """
         trainer, most = self.trainer, self.config.alarms.max_rollbacks
         if self.rollbacks.count >= most:

@@ -196,8 +196,9 @@ KILLS_AHEAD: dict[str, tuple[tuple[str, ...], int, list[Kill]]] = {
         "actor_rollout_ref.rollout.max_num_seqs=16", "data.max_response_length=24",
     ), 3, [
         Kill(1, "update_actor", 0.0, "rollout"), in_threads(2, "gen", "end"), Kill(3, "old_log_prob", 0.01, "trainer"),
-        in_threads(4, "reward", "end"), Kill(5, "sync", 0.0, "trainer"), in_threads(6, "rename"), in_threads(8, "update_actor", 0.02),
-        in_threads(9, "save_checkpoint", "end"), in_threads(10, "sync", "end"), in_threads(11, "testing", 0.01),
+        in_threads(4, "reward", "end"), Kill(5, "sync", 0.0, "trainer"), in_threads(6, "rename"),
+        in_threads(8, "update_actor", 0.02), in_threads(9, "save_checkpoint", "end"), in_threads(10, "sync", "end"),
+        in_threads(11, "testing", 0.01),
     ]),
 }  # fmt: skip
 
