@@ -159,7 +159,7 @@ def test_run_stopped_after_the_rollback_ends_equal(task: Path, whole: Path, tmp_
 
 
 def test_rollback_does_not_rewind_the_data_streams(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither prompts nor texts (data.ptx_files): what made the run diverge may be among them. Responses in flight are dropped."""
+    """Neither prompts nor texts (data.ptx_files): what made the run diverge may be among them. Responses in flight are lost."""
     buffer = GroupBuffer(1, lambda ordinal: Prompt(0, (1,), "", "", "", {}, "", ordinal))
     prompts, texts = PromptStream(cast(Any, []), cast(Any, None), 7, 3), PtxStream(cast(Any, []), cast(Any, None), 0.1, 0.5, 30)
 
