@@ -170,8 +170,8 @@ def test_defaults_and_quick_start_have_no_errors_or_notes() -> None:
                 "placement.roles.reward=engines",
             ],
             [
-                "async_training.mode=one_step_off: the engine generates while the trainer works, but shares its GPUs with reward; "
-                "use placement.layout=split, or custom with a pool for placement.roles.rollout alone",
+                "async_training.mode=one_step_off: the engine generates while the trainer works, but shares its GPUs with "
+                "reward; use placement.layout=split, or custom with a pool for placement.roles.rollout alone",
             ],
         ),
         (
