@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import psutil
+import pytest
 
 from tests.layout.source import ROOT
 from workers.controller.ray.ray_session import family
@@ -42,14 +43,19 @@ class Kill:
     ``latest``: it has its name, and latest_checkpointed_iteration.txt names another; ``remove``: an old one is half removed.
     moment: of a phase: seconds after its begin, but within it, or as it ends. first: the driver, and immediately the others;
     the workers, and immediately the others; or the driver ``alone``: the others have to end by themselves. backend:
-    trainer.backend of that start.
+    trainer.backend of that start; threads: see tests/threads.py. Or one worker alone, ``trainer`` or ``rollout``: the driver has
+    to notice, and ends with code 1.
     """
 
     step: int
     phase: str
     moment: float | Literal["end"] = 0.0
-    first: Literal["driver", "workers", "alone"] = "driver"
-    backend: Literal["ray", "local"] = "ray"
+    first: Literal["driver", "workers", "alone", "trainer", "rollout"] = "driver"
+    backend: Literal["ray", "local", "threads"] = "ray"
+
+    @property
+    def spares_driver(self) -> bool:
+        return self.first in ("trainer", "rollout")
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,27 +85,30 @@ def run_and_kill(
     kills: Sequence[Kill],
     folder: Path,
     *,
-    last: Literal["ray", "local"] = "ray",
+    last: Literal["ray", "local", "threads"] = "ray",
     python: str = sys.executable,
 ) -> list[Outcome]:
     """Start a run again and again until it completes; the k-th start is ended by kills[k]. folder: for records. last:
-    trainer.backend of the start that completes. python: an interpreter, or tests.warm's stand-in.
+    trainer.backend of the start that completes. python: an interpreter, or tests.warm's stand-in for starts without Ray.
     """
     killed: list[KilledRun] = []
     begun: list[float | None] = []
     for number, kill in enumerate([*kills, None]):
         notes = folder / str(number)
         notes.mkdir(parents=True)
-        code, message = start([*arguments, f"trainer.backend={kill.backend if kill else last}"], kill, notes, python)
+        backend = kill.backend if kill else last
+        # Ray's processes are not forked from the stand-in.
+        own = sys.executable if backend == "ray" else python
+        code, message = start([*arguments, f"trainer.backend={backend}"], kill, notes, own)
         if kill is None:
             assert code == 0, f"the run does not complete:\n{message}"
         else:
-            assert code == -signal.SIGKILL and (notes / "killed").exists(), (
-                f"{kill} was not reached, exit code {code}:\n{message}"
-            )
+            wanted = 1 if kill.spares_driver else -signal.SIGKILL
+            assert code == wanted and (notes / "killed").exists(), f"{kill} was not reached, exit code {code}:\n{message}"
+            assert not kill.spares_driver or "died: killed by a signal" in message
             found = json.loads((notes / "killed").read_text())
             killed.append(KilledRun(**found | {"processes": [tuple(process) for process in found["processes"]]}))
-            end(killed[-1], at_once=kill.first != "alone")
+            end(killed[-1], at_once=kill.first in ("driver", "workers"))
         begun.append(float((notes / "begun").read_text()) if (notes / "begun").exists() else None)
     assert all(leftovers(run_dir, one) == [] for one in killed)
     steps = [next(time for time in begun[number + 1 :] if time is not None) for number in range(len(kills))]
@@ -226,9 +235,10 @@ class KillHooks:
         timer.start()
 
     def kill_now(self) -> None:
-        """Does not return. The timer may call it when the phase ends."""
+        """Does not return, unless the driver is spared. The timer may call it when the phase ends."""
         assert self.kill is not None
-        self.striking.acquire()
+        if not self.striking.acquire(blocking=not self.kill.spares_driver):
+            return
         ray = [self.run_dir.absolute() / "ray"] if (self.run_dir / "ray").is_symlink() else []
         places = [*map(str, self.run_dir.glob(".ray-*")), *(str(Path(os.readlink(link)).parent) for link in ray)]
         actual = {process.pid: process for process in (*psutil.Process().children(recursive=True), *family(places))}.values()
@@ -240,6 +250,11 @@ class KillHooks:
         )
         (self.notes / "killed.partial").write_text(json.dumps(asdict(killed)))
         (self.notes / "killed.partial").rename(self.notes / "killed")
+        if self.kill.spares_driver:
+            pool = {"trainer": "actor", "rollout": "rollout"}[self.kill.first]
+            log = self.run_dir / "logs" / f"rank_0_{pool}.log"
+            os.kill(int(re.findall(r"^--- process (\d+)", log.read_text(), re.MULTILINE)[-1]), signal.SIGKILL)
+            return
         if self.kill.first == "workers":
             for process in sorted(actual, key=lambda process: not is_worker(process)):
                 with suppress(psutil.NoSuchProcess):
@@ -261,6 +276,7 @@ def shared_memory(process: psutil.Process) -> list[str]:
 
 
 def main(kill: str, notes: str, *arguments: str) -> int:
+    from tests.threads import use_threads
     from trainer import main_ppo
     from trainer.harness import Trainer
     from trainer.rollout import remote_rollout
@@ -271,6 +287,9 @@ def main(kill: str, notes: str, *arguments: str) -> int:
     run_dir = next(word for word in reversed(arguments) if word.startswith("trainer.default_local_dir=")).partition("=")[2]
     if any(word.startswith("async_training.mode=") for word in arguments):
         remote_rollout.STEPS = 4  # so that short responses are in flight between steps
+    if arguments[-1] == "trainer.backend=threads":
+        use_threads(pytest.MonkeyPatch())
+        arguments = (*arguments[:-1], "trainer.backend=ray")
     hooks = KillHooks(wish and Kill(**wish), Path(notes), Path(run_dir))
     Trainer.steps = hooks.steps(Trainer.steps)  # type: ignore[method-assign]
     Phases.__call__ = hooks.phases(Phases.__call__)  # type: ignore[method-assign]

@@ -49,6 +49,7 @@ from trainer.data.order import DataOrder
 from trainer.resilience.rollback import Rollbacks
 from trainer.rewards.scoring import Failures, Response, Score
 from trainer.rewards.shaping import RunningMoments, Shaping
+from trainer.rollout.ahead import RolloutsAhead
 from trainer.rollout.buffer import GroupBuffer
 from trainer.rollout.partial import FilteredPartialRollouts, PartialRollouts
 from trainer.rollout.policies import FilteredRounds, OneRound
@@ -65,7 +66,7 @@ from workers.rollout.base import Sampling
 from workers.seeding import seed_of
 
 R = TypeVar("R")
-Mode = Literal["one round", "rounds", "partial", "partial, filtered"]
+Mode = Literal["one round", "rounds", "partial", "partial, filtered", "ahead"]
 MAX_AGES, OVERSUBMITS = (1, 2, 3, 4, 6, 8), (1.0, 1.5, 2.0)  # of the sweep
 
 
@@ -89,6 +90,7 @@ class Settings:
     warm_up: int
     kept_share: float = 0.5
     d: float = 0.0
+    max_staleness: int = 2
 
     def response_length(self, ordinal: int, sample: int) -> int:
         """Length of a response before truncation, geometric with mean max_tokens / 8."""
@@ -302,6 +304,9 @@ class Simulation:
             "rounds": FilteredRounds(filters, settings.prompts),
             "partial": PartialRollouts(self.buffer, groups=settings.prompts, **options),
             "partial, filtered": FilteredPartialRollouts(self.buffer, filters, groups=settings.prompts, **options),
+            "ahead": RolloutsAhead(
+                self.buffer, groups=settings.prompts, oversubmit=settings.oversubmit, max_staleness=settings.max_staleness
+            ),
         }
         reward = reward_config()
         self.sampler = Sampler(

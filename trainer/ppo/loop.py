@@ -374,9 +374,10 @@ class Loop:
     def roll_back(self, alarm: Alarm) -> None:
         """Continue from the last checkpoint before divergence, with fresh prompts and seeds, in the same workers.
 
-        The data streams keep their positions, so no prompt of the discarded steps is repeated. A run that is killed before its
-        next checkpoint resumes from the one rolled back to, with no record of the rollback: it repeats the same steps, the same
-        alarm and the same rollback, bitwise. Raises CheckFailed if the run cannot be rolled back.
+        The data streams keep their positions and responses in flight are discarded, so no prompt of the discarded steps is
+        repeated. A run that is killed before its next checkpoint resumes from the one rolled back to, with no record of the
+        rollback: it repeats the same steps, the same alarm and the same rollback, bitwise. Raises CheckFailed if the run cannot
+        be rolled back.
         """
         trainer, most = self.trainer, self.config.alarms.max_rollbacks
         if self.rollbacks.count >= most:
@@ -398,6 +399,9 @@ class Loop:
         streams = [part for part in trainer.stateful.values() if isinstance(part, PromptStream | PtxStream)]
         positions = [(stream, stream.state()) for stream in streams]
         trainer.load(checkpoint)
+        # The discarded steps have trained on responses that were in flight at the checkpoint.
+        for has_arrays in trainer.arrays.values():
+            has_arrays.load_arrays({})
         self.rollbacks.count = count
         for stream, position in positions:
             stream.load(position)

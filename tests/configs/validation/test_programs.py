@@ -156,6 +156,25 @@ def test_defaults_and_quick_start_have_no_errors_or_notes() -> None:
         ),
         (["async_training.mode=async", "async_training.max_staleness=0"], []),
         (
+            [
+                "async_training.mode=one_step_off",
+                "algorithm.rollout_correction.rollout_is=token",
+                f"{ROLLOUT}.n=2",
+                "reward.reward_model.enable=true",
+                "reward.reward_model.path=judge",
+                "trainer.n_gpus_per_node=2",
+                "placement=custom",
+                *(f"placement.pools.{pool}={{nodes: 1, gpus: 1, fraction: 1.0}}" for pool in ("train", "engines")),
+                "placement.roles.actor=train",
+                "placement.roles.rollout=engines",
+                "placement.roles.reward=engines",
+            ],
+            [
+                "async_training.mode=one_step_off: the engine generates while the trainer works, but shares its GPUs with "
+                "reward; use placement.layout=split, or custom with a pool for placement.roles.rollout alone",
+            ],
+        ),
+        (
             ["data.gen_batch_size=2048"],
             [
                 "data.gen_batch_size=2048: without algorithm.filter_groups.enable=true a step generates "

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pyarrow.parquet as pq
 import pytest
@@ -32,8 +32,9 @@ PARTIAL = (
     "async_training.mode=partial", "algorithm.rollout_correction.rollout_is=token", "data.max_response_length=16",
 )  # fmt: skip
 AHEAD = (
-    "algorithm=grpo", "async_training.mode=async", "algorithm.rollout_correction.rollout_is=token", "data.max_response_length=16",
-    "algorithm.filter_groups.enable=false", "placement=split", "trainer.n_gpus_per_node=2",
+    "algorithm.rollout_correction.rollout_is=token", "data.max_response_length=16", "algorithm.filter_groups.enable=false",
+    "placement=custom", "placement.roles.actor=actor", "placement.roles.rollout=rollout", "trainer.n_gpus_per_node=2",
+    *(f"placement.pools.{pool}={{nodes: 1, gpus: 1, fraction: 1.0}}" for pool in ("actor", "rollout")),
 )  # fmt: skip
 MEGATRON = ("actor_rollout_ref.actor.strategy=megatron", "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2")
 
@@ -173,21 +174,52 @@ def test_twelve_kills_with_responses_in_flight_leave_the_run_bitwise_identical(
     assert sum(in_flight[kill.step - 1] > 0 and in_flight[kill.step] > 0 for kill in kills) >= 9
 
 
+def in_threads(step: int, phase: str, moment: float | Literal["end"] = 0.0) -> Kill:
+    """Kill of a run whose pools are threads of the driver, which starts sooner than Ray."""
+    return Kill(step, phase, moment, backend="threads")
+
+
+KILLS_AHEAD: dict[str, tuple[tuple[str, ...], int, list[Kill]]] = {
+    "one_step_off, critic and reference": ((*PPO, "async_training.mode=one_step_off"), 1, [
+        in_threads(1, "reward"), in_threads(2, "update_critic", 0.02), Kill(3, "update_actor", 0.0, "trainer"),
+        Kill(4, "sync", 0.0, "rollout"), in_threads(5, "rename"), in_threads(6, "values", 0.01), Kill(7, "gen", 0.0, "rollout"),
+        in_threads(8, "latest"), Kill(10, "save_checkpoint", 0.02, "trainer"), in_threads(BEGIN, "sync", 0.01),
+        in_threads(11, "ref"),
+    ]),
+    "async, staleness 2": (("algorithm=grpo", "async_training.mode=async"), 2, [
+        *(Kill(step, place, 0.01) for step, place in enumerate(
+            ("gen", "update_actor", "save_checkpoint", "old_log_prob", "sync", "latest", "update_actor"), 1
+        )), Kill(8, "update_actor", "end", "workers"), Kill(9, "reward", 0.0, "alone"),
+    ]),
+    "async, staleness 3": ((
+        "algorithm=grpo", "async_training.mode=async", "async_training.max_staleness=3", "async_training.oversubmit=3.0",
+        "actor_rollout_ref.rollout.max_num_seqs=16", "data.max_response_length=24",
+    ), 3, [
+        Kill(1, "update_actor", 0.0, "rollout"), in_threads(2, "gen", "end"), Kill(3, "old_log_prob", 0.01, "trainer"),
+        in_threads(4, "reward", "end"), Kill(5, "sync", 0.0, "trainer"), in_threads(6, "rename"),
+        in_threads(8, "update_actor", 0.02), in_threads(9, "save_checkpoint", "end"), in_threads(10, "sync", "end"),
+        in_threads(11, "testing", 0.01),
+    ]),
+}  # fmt: skip
+
+
 @pytest.mark.soak
-@pytest.mark.timeout(1800)
+@pytest.mark.timeout(3000)
+@pytest.mark.parametrize("name", KILLS_AHEAD)
 def test_kills_while_the_next_batch_is_generated_leave_the_run_bitwise_identical(
-    task: Path, tmp_path: Path, table: list[Outcome]
+    name: str, task: Path, tmp_path: Path, table: list[Outcome]
 ) -> None:
-    places = ("gen", "update_actor", "save_checkpoint", "old_log_prob", "sync", "latest", "update_actor")
-    kills = [Kill(step, place, 0.01) for step, place in enumerate(places, 1)]
-    kills += [Kill(8, "update_actor", "end", "workers"), Kill(9, "reward", 0.0, "alone")]
+    """Thirty kills in all: of the driver, of a trainer's or an engine's worker alone, of all processes."""
+    mode, staleness, kills = KILLS_AHEAD[name]
     options = (
-        *SMALL, *AHEAD, "trainer.save_freq=1", "trainer.test_freq=4", "reward.num_workers=1", "trainer.total_training_steps=11",
+        *SMALL, *mode[:1], *AHEAD, *mode[1:], "trainer.save_freq=1", f"trainer.test_freq={11 if staleness == 3 else 4}",
+        "reward.num_workers=1", f"trainer.total_training_steps={max(kill.step for kill in kills) + 2}",
     )  # fmt: skip
     whole = tmp_path / "whole"
-    run_and_kill(arguments(task, whole, options), whole, [], tmp_path / "unkilled")
-    assert max(step.get("rollout/staleness/max", 0.0) for step in metrics_of(whole)) == 2
-    table += kill_and_compare(task, tmp_path, options, kills, whole)
+    with warm_python(tmp_path) as python:
+        run_and_kill(arguments(task, whole, options), whole, [], tmp_path / "unkilled", last="threads", python=python)
+        assert max(step.get("rollout/staleness/max", 0.0) for step in metrics_of(whole)) == staleness
+        table += kill_and_compare(task, tmp_path, options, kills, whole, last="threads", python=python)
 
 
 def arguments(task: Path, run_dir: Path, options: Sequence[str]) -> list[str]:

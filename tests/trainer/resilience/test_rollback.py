@@ -17,11 +17,12 @@ from safetensors.torch import load_file
 from tests.runs import make_task, metrics_of, ppo_arguments, repeatable, run_ppo
 from trainer import main_ppo
 from trainer.checkpoint.resume import find_latest
-from trainer.data.dataset import PromptStream
+from trainer.data.dataset import Prompt, PromptStream
 from trainer.data.ptx_stream import PtxStream
 from trainer.ppo.loop import Loop
 from trainer.resilience.alarms import Alarm
 from trainer.resilience.rollback import Rollbacks
+from trainer.rollout.buffer import GroupBuffer
 from trainer.run.run_dir import EVENTS, read_lines, read_metrics
 from trainer.tracking.batch_file import load_batch
 
@@ -158,23 +159,25 @@ def test_run_stopped_after_the_rollback_ends_equal(task: Path, whole: Path, tmp_
 
 
 def test_rollback_does_not_rewind_the_data_streams(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither prompts nor texts (data.ptx_files): the data that made the run diverge may be among them."""
+    """Neither prompts nor texts (data.ptx_files): what made the run diverge may be among them. Responses in flight are lost."""
+    buffer = GroupBuffer(1, lambda ordinal: Prompt(0, (1,), "", "", "", {}, "", ordinal))
     prompts, texts = PromptStream(cast(Any, []), cast(Any, None), 7, 3), PtxStream(cast(Any, []), cast(Any, None), 0.1, 0.5, 30)
 
     def load(checkpoint: Any) -> None:
         prompts.load({"drawn": 2})
         texts.load({"drawn": 9})
+        buffer.admit(2, Prompt(0, (1,), "", "", "", {}, "", 8), [0], [False])
 
     monkeypatch.setattr("trainer.ppo.loop.find_up_to", lambda run_dir, step, check: SimpleNamespace(step=step))
     trainer = SimpleNamespace(
-        models={}, watchdog=None, stateful={"data": prompts, "ptx": texts}, load=load, step=7,
+        models={}, watchdog=None, stateful={"data": prompts, "ptx": texts}, arrays={"groups": buffer}, load=load, step=7,
         lifecycle=SimpleNamespace(run_dir=None), saver=SimpleNamespace(finish_pending=lambda: None),
         tracker=SimpleNamespace(go_back=lambda step: Path("earlier_1")), events=SimpleNamespace(add=lambda *event: None),
     )  # fmt: skip
     config = SimpleNamespace(alarms=SimpleNamespace(max_rollbacks=2))
     loop = SimpleNamespace(trainer=trainer, rollbacks=Rollbacks(), config=config, sync_weights=lambda step: None)
     Loop.roll_back(cast(Any, loop), Alarm("rollback", "fell", healthy_until=2))
-    assert (prompts.drawn, prompts.taken, texts.drawn, loop.rollbacks.count) == (7, 3, 30, 1)
+    assert (prompts.drawn, prompts.taken, texts.drawn, loop.rollbacks.count, len(buffer)) == (7, 3, 30, 1, 0)
 
 
 def ends_with(task: Path, run_dir: Path, capfd: pytest.CaptureFixture[str], *overrides: str) -> str:

@@ -73,25 +73,75 @@ def staleness(batch: Batch) -> int:
     return int(batch.meta["metrics"]["rollout/staleness/max"])
 
 
+class Killed(Exception):
+    """Stand-in for the death of the process: what it had is lost."""
+
+
+class Mortal(Engine):
+    """Dies in tick ``dies_in`` from now on; None: it does not."""
+
+    dies_in: int | None = None
+
+    def flow(self, *args: Any, **options: Any) -> Flow:
+        found = super().flow(*args, **options)
+        wait = found.wait
+
+        def wait_or_die() -> list[Batch]:
+            if self.dies_in is not None:
+                self.dies_in -= 1
+                if self.dies_in < 0:
+                    raise Killed
+            return wait()
+
+        found.wait = wait_or_die  # type: ignore[method-assign]
+        return found
+
+
 @pytest.mark.parametrize("seed", range(200))
 def test_every_ordinal_is_trained_once_and_never_staler_than_the_bound(seed: int, case: Case) -> None:
-    """With kills in between, slow training and slow scores."""
+    """With kills inside and between steps, checkpoints of every step or every second one, slow training and slow scores."""
     numbers = random.Random(seed)
-    groups, bound = numbers.randint(1, 6), numbers.randint(1, 4)
-    options: dict[str, Any] = {"oversubmit": numbers.choice([1.0, 1.5, 3.0]), "slots": numbers.choice([6, 16, 60])}
-    run = Run(case, groups=groups, max_staleness=bound, judge=numbers.choice([Judge, Slow]), **options)
+    options: dict[str, Any] = {
+        "groups": numbers.randint(1, 6), "max_staleness": numbers.randint(1, 4), "oversubmit": numbers.choice([1.0, 1.5, 3.0]),
+        "slots": numbers.choice([6, 16, 60]), "judge": numbers.choice([Judge, Slow]), "engine": Mortal,
+    }  # fmt: skip
+    groups, bound, save_freq = options["groups"], options["max_staleness"], numbers.randint(1, 2)
+    undisturbed = Run(case, **options | {"judge": Judge})
+    batches = [undisturbed.next_batch() for _ in range(6)]
+    run, saved = Run(case, **options), (None, [])
     trained: list[int] = []
-    for _ in range(6):
-        batch = run.next_batch(lambda: time.sleep(numbers.choice([0.0, 0.0005])))
-        trained += groups_of(batch)
-        assert len(trained) == len(set(trained)) == groups * run.step
-        in_flight = run.buffer.arrays()["ordinal"].tolist()
-        assert sorted(trained + in_flight) == run.buffer.admitted == [*range(len(run.buffer.admitted))]
-        assert len(run.buffer.complete()) >= groups, "the next batch is there"
-        versions = batch.tokens["weight_version"][batch.tokens["response_mask"].bool()]
-        assert staleness(batch) == run.step - 1 - int(versions.min()) <= bound
-        if numbers.random() < 0.3:
-            run.resume(run.state)
+    kills = ["while training", "while generating", "between steps", "while training"][: numbers.randint(1, 4)]
+
+    def train() -> None:
+        time.sleep(numbers.choice([0.0, 0.0005]))
+        if killed == "while training":
+            raise Killed
+
+    while run.step < 6:
+        killed = kills.pop() if kills and numbers.random() < 0.5 else None
+        cast(Mortal, run.engine).dies_in = numbers.randint(0, 3) if killed == "while generating" else None
+        try:
+            batch = run.next_batch(train)
+            trained += groups_of(batch)
+            assert len(trained) == len(set(trained)) == groups * run.step
+            in_flight = run.buffer.arrays()["ordinal"].tolist()
+            assert sorted(trained + in_flight) == run.buffer.admitted == [*range(len(run.buffer.admitted))]
+            assert len(run.buffer.admitted) <= groups * (run.step + bound + 1), (
+                "admitted and not trained: a batch for each version"
+            )
+            assert len(run.buffer.complete()) >= groups, "the next batch is there"
+            versions = batch.tokens["weight_version"][batch.tokens["response_mask"].bool()]
+            assert staleness(batch) == run.step - 1 - int(versions.min()) <= bound
+            assert same(batch, batches[run.step - 1])
+            if run.step % save_freq == 0:
+                saved = run.state, [*trained]
+            if killed == "between steps":
+                raise Killed
+        except Killed:
+            run, (state, trained) = Run(case, **options), (saved[0], [*saved[1]])
+            if state is not None:
+                run.resume(state)
+                run.buffer.admitted = sorted(trained + run.buffer.arrays()["ordinal"].tolist())
 
 
 def test_staleness_is_one_from_the_second_step_on_and_reaches_its_bound(case: Case) -> None:
