@@ -202,14 +202,14 @@ class Disturbed:
         yield
         self.replaced.append(what)
 
-    def flow(self, lengths: Sequence[int], *, in_step: bool = False) -> RolloutFlow:
+    def flow(self, lengths: Sequence[int], *, in_step: bool | None = None, replaces: bool = True) -> RolloutFlow:
         """A flow with requests of these lengths."""
         rows = Batch(
             torch.ones(len(lengths), dtype=torch.int64),
             tokens={"input_ids": torch.arange(len(lengths))},
             rows={"id": torch.arange(len(lengths)), "seed": torch.tensor(lengths)},
         )
-        flow = self.rollout.flow(SAMPLING, rows.select, expected=len(lengths), in_step=in_step)
+        flow = self.rollout.flow(SAMPLING, rows.select, expected=len(lengths), in_step=in_step, replaces=replaces)
         for row in range(len(lengths)):
             flow.admit([row], 1)
         return flow
