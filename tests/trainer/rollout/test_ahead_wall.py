@@ -3,7 +3,7 @@
 import random
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -12,7 +12,7 @@ import pytest
 import trainer.rollout.remote_rollout as remote_rollout
 from scripts.bench.rollout_flow import Settings, Simulation
 from tests.trainer.rollout.test_ahead import Run, staleness
-from tests.trainer.rollout.test_partial import TICK, Buffer, Engine, Flow, groups_of
+from tests.trainer.rollout.test_partial import TICK, Engine, Flow, groups_of
 from tests.trainer.rollout.test_sampler import KINDS, Case, Judge, make
 from trainer.rollout.ahead import RolloutsAhead
 from trainer.rollout.partial import TokenCounts
@@ -125,7 +125,7 @@ def test_every_ordinal_is_trained_once_and_never_staler_than_the_bound(clock: Li
     """With kills in between, updates of random length, and replicas that die during them."""
     n_waited = n_lacking = n_beyond = n_lost = 0
     reached = set[tuple[int, int]]()
-    for seed in range(150):
+    for seed in range(60):
         numbers = random.Random(seed)
         groups, bound = numbers.randint(1, 6), numbers.randint(1, 4)
         options = {"oversubmit": numbers.choice([1.0, 1.5, 3.0]), "slots": numbers.choice([6, 16, 60])}
@@ -147,6 +147,132 @@ def test_every_ordinal_is_trained_once_and_never_staler_than_the_bound(clock: Li
             if numbers.random() < 0.3:
                 run.resume(run.state)
         n_waited, n_lost = n_waited + run.waited, n_lost + cast(Replicas, run.engine).n_lost
-    assert reached >= {(bound, staleness) for bound in (1, 2, 3, 4) for staleness in range(bound + 1)} - {(4, 4)}
-    assert n_lost > 50 and n_lacking > 50, "what a batch lacks is generated after the update"
-    assert clock == "logical" or (n_waited > 50 and n_beyond > 50)
+    assert reached >= {(bound, staleness) for bound in (1, 2, 3, 4) for staleness in range(bound + 1)} - {(4, 4)}, "rare"
+    assert n_lost > 20 and n_lacking > 20, "what a batch lacks is generated after the update"
+    assert clock == "logical" or (n_waited > 20 and n_beyond > 20)
+
+
+def test_one_step_off_generates_no_more_than_the_next_batch(case: Case) -> None:
+    """A long update: it is complete, of the weights before. A short one: the rest has the present weights."""
+    run = WallRun(case, max_staleness=1)
+    for seconds in (500.0, 500.0, 8.0, 0.0, 500.0):
+        batch = run.step_of(seconds)
+        versions = set(batch.tokens["weight_version"][batch.tokens["response_mask"].bool()].tolist())
+        assert len(run.buffer) <= run.policy.groups and versions <= {max(0, run.step - 2), run.step - 1}
+        if run.step == 5:
+            assert versions == {4}, "nothing was generated during the update of step 4"
+        assert run.step != 4 or versions == {2, 3}, "several versions in a batch"
+        assert run.step not in (2, 3) or versions == {run.step - 2}
+    assert run.waited == 3
+
+
+def test_groups_that_wait_are_taken_by_tick_and_ordinal(case: Case) -> None:
+    run, waited = WallRun(case, groups=4, max_staleness=8, oversubmit=2.0), 0
+    for seconds in (60.0, 60.0, 10.0, 60.0, 0.0, 60.0):
+        batch = run.step_of(seconds)
+        taken = run.buffer.removed[-4:]
+        assert groups_of(batch) == [group.ordinal for group in taken]
+        keys = [(cast(int, group.tick), group.ordinal) for group in taken]
+        assert keys == sorted(keys)
+        waited += len(run.buffer.complete())
+        later = [(cast(int, group.tick), group.ordinal) for group in run.buffer.complete()]
+        assert later == sorted(later) and (not later or keys[-1] < later[0])
+    assert waited > 12
+
+
+def test_requests_of_lost_replicas_return_as_they_were_and_the_batch_is_completed_after_the_sync(case: Case) -> None:
+    """Also if no replica is left."""
+    for deaths in (0.5, 1.0):
+        run = WallRun(case, 3, deaths=deaths, clock="logical", groups=6, max_staleness=1)
+        run.step_of(1.0)
+        before = run.buffer.arrays()
+        engine = cast(Replicas, run.engine)
+        assert engine.n_lost == engine.n_replicas if deaths == 1.0 else engine.n_lost >= 1
+        assert deaths < 1.0 or before["input_ids"].tolist() == [], "tokens since the flow began are sampled again"
+        assert deaths < 1.0 or (before["finished"] == -1).all()
+        batch = run.step_of(1.0)
+        assert len(groups_of(batch)) == 6 and (deaths < 1.0 or staleness(batch) == 0)
+
+
+def test_update_is_not_waited_for_by_the_thread_and_generation_ends_with_it(case: Case) -> None:
+    """With a thread: the update lasts until several ticks were generated, and no further tick begins after its end."""
+    run = WallRun(case, max_staleness=4, oversubmit=3.0)
+    engine, ticks, enough = cast(Replicas, run.engine), list[float](), threading.Event()
+    wait = ReplicaFlow.wait
+
+    class Counting(Replicas):
+        def flow(self, *args: Any, **options: Any) -> ReplicaFlow:
+            found = super().flow(*args, **options)
+
+            def counted() -> list[Batch]:
+                ticks.append(self.now)
+                if len(ticks) >= 5:
+                    enough.set()
+                    ended.wait(10.0)
+                return wait(found)
+
+            found.wait = counted  # type: ignore[method-assign]
+            return found
+
+    ended = threading.Event()
+    ended.set()
+    run.engine = Counting(**vars(engine))
+    run.next_batch()
+    assert len(run.buffer) <= 12
+    ticks.clear()
+    enough.clear()
+    ended.clear()
+
+    def train() -> None:
+        assert enough.wait(10.0), "no ticks while training"
+        threading.Timer(0.05, ended.set).start()  # the tick lasts longer than the update
+
+    run.next_batch(train)
+    # The sixth and later: those of the other replicas, which ``suspend`` waits for.
+    assert 5 <= len(ticks) <= 5 + engine.n_replicas
+
+
+SETTINGS = Settings(
+    prompts=8, n=8, prompt_tokens=8, max_tokens=256, slots=32, replicas=1, oversubmit=1.5, max_age=4, a=5e-3, b=64e-6, c=16e-6,
+    train=0.0, steps=16, warm_up=0,
+)  # fmt: skip
+
+
+def simulated(clock: Literal["logical", "wall"], updates: Sequence[float], folder: Path) -> dict[str, float]:
+    """Simulated seconds of 16 steps, in total and without work of the trainer or of the engine. updates: their seconds, in turn."""
+    with LocalBackend() as backend:
+        run = Simulation(SETTINGS, backend, folder, "partial")
+        policy = RolloutsAhead(run.buffer, groups=SETTINGS.prompts, oversubmit=1.5, max_staleness=3, clock=clock)
+        run.sampler.policy = policy
+        trainer_idle = engine_idle = 0.0
+        for step in range(SETTINGS.steps):
+            began = run.clock.seconds
+            batch = run.step()
+            assert batch.meta["metrics"]["rollout/staleness/max"] <= 3
+            trainer_idle += run.clock.seconds - began
+            end = run.clock.seconds + updates[step % len(updates)]
+
+            def ended(end: float = end) -> bool:
+                run.clock.meet()
+                return run.clock.seconds >= end
+
+            until = ended if clock == "wall" else None
+            for _ in policy.generate(run.sampler, run.n_steps + 1, run.stream, TokenCounts(), until, replaces=False):
+                pass
+            run.clock.meet()
+            trainer_idle += max(0.0, run.clock.seconds - end)
+            engine_idle += max(0.0, end - run.clock.seconds)
+            run.clock.seconds = max(end, run.clock.seconds)
+    return {"total": run.clock.seconds, "trainer": trainer_idle, "engine": engine_idle}
+
+
+@pytest.mark.parametrize("updates", [(1.0, 0.05), (3.0, 0.05)])
+def test_sides_wait_less_than_with_the_logical_clock(
+    updates: Sequence[float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Updates of unequal length: the engine works in advance during a long one. A batch takes about half a second."""
+    monkeypatch.setattr(remote_rollout, "STEPS", 8)
+    logical, wall = (simulated(clock, updates, tmp_path) for clock in ("logical", "wall"))
+    assert wall["trainer"] < 0.5 * logical["trainer"] and wall["engine"] < 0.7 * logical["engine"]
+    if updates[0] == 1.0:
+        assert logical["total"] / wall["total"] > 1.15 and wall["engine"] == 0
