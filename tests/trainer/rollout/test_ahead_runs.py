@@ -2,8 +2,10 @@
 clock, replayed, and with replicas that die.
 """
 
+import re
 import threading
 from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ from tests.trainer.rollout.test_remote_rollout_runs import Killer
 from trainer.ppo.loop import Loop
 from trainer.rollout.ahead import RolloutsAhead
 from trainer.rollout.partial import TokenCounts
-from trainer.rollout.remote_rollout import RemoteRollout, RolloutFlow
+from trainer.rollout.remote_rollout import RolloutFlow
 
 AHEAD = (
     "algorithm=grpo", "placement=split", "trainer.backend=ray", "trainer.n_gpus_per_node=2", "data.train_batch_size=4",
@@ -161,3 +163,48 @@ def test_wall_clock_run_is_replayed_bitwise(
     capfd.readouterr()
     assert again(task, tmp_path / replayed, options(replayed), "train", 4) == 0
     assert capfd.readouterr().out.strip().endswith("all equal")
+
+
+@dataclass
+class OnceDuringAnUpdate:
+    """Contains the third number that is asked for by the thread that generates ahead."""
+
+    asked: int = 0
+
+    def __contains__(self, number: object) -> bool:
+        self.asked += threading.current_thread().name == "generation ahead"
+        return self.asked == 3
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("clock", ["logical", "wall"])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_replica_that_dies_during_an_update_is_replaced_after_it_without_a_restart(
+    replicas: int, mode: str, clock: str, task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir, steps = tmp_path / "run", 5
+    pools = {"actor": 1, "rollout": replicas}
+    killer = Killer(monkeypatch, run_dir, "advance", OnceDuringAnUpdate(), "rollout" if replicas == 1 else "rollout.1")
+    found = run_ppo(
+        task,
+        run_dir,
+        *AHEAD,
+        *MODES[mode],
+        *(f"placement.pools.{name}={{nodes: 1, gpus: {gpus}, fraction: 1.0}}" for name, gpus in pools.items()),
+        f"trainer.n_gpus_per_node={replicas + 1}",
+        f"async_training.clock={clock}",
+        f"trainer.rollout_data_dir={run_dir / 'rollouts'}",
+        "trainer.max_restarts=1",
+        "actor_rollout_ref.rollout.max_num_seqs=2",
+    )
+    assert len(killer.killed) == 1 and len(found) == steps
+    assert max(step["rollout/staleness/max"] for step in found) <= (1 if mode == "one step off" else 2)
+    groups = groups_of(run_dir, steps)
+    assert len(set(groups)) == len(groups) == 4 * steps, "every prompt is trained on once"
+    (step, kind, text), (_, then, replaced) = events_of(run_dir)
+    assert (kind, then) == ("lost", "replaced") and step >= 1
+    assert re.match(rf"replica {replicas - 1} of rollout generates nothing until .*: process {killer.killed[0]} died", text)
+    assert replaced.startswith(f"replica {replicas - 1} of rollout was replaced, 1 of 1: ")
+    # What the replica had is sampled by the weights after the update: directly if no other one generated it.
+    assert replicas == 2 or versions_of(run_dir, step + 1)[-1] == step
