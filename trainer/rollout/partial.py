@@ -78,9 +78,9 @@ class PartialRollouts:
     ) -> Generator[list[PendingGroup], None, None]:
         """Generate until the step's batch is complete; yields its groups as they complete, while a tick runs. Adds to ``counts``.
 
-        ended: called after every tick; generate until it returns True instead, whether or not the batch is complete. replaces: see
-        RemoteRollout.flow. Nothing is generated if the buffer has the batch already, and no more when no request is left that an
-        engine could work on.
+        Nothing is generated if the buffer has the batch already, and nothing more if no engine has a request that it can work on.
+        ended: asked after every tick; generate until it is true instead, whether or not the batch is complete. replaces: see
+        RemoteRollout.flow.
         """
         buffer = self.buffer
         new = taken = self._further((), step)
@@ -90,9 +90,7 @@ class PartialRollouts:
 
         if not is_over():
             rollout, expected = sampler.rollout, self.groups * buffer.n
-            flow = rollout.flow(
-                sampler.sampling, buffer.requests, expected=expected, in_step=self.in_step, replaces=replaces
-            )
+            flow = rollout.flow(sampler.sampling, buffer.requests, expected=expected, in_step=self.in_step, replaces=replaces)
             counts.recomputed += self._resubmit(flow)
             n_unfinished = self.in_flight
             if ended is None:

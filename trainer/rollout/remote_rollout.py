@@ -167,8 +167,8 @@ class RemoteRollout:
         """A flow of requests through the engines, which have none. See RolloutFlow.
 
         expected: number of responses, for the display. in_step: replicas wait for each other after every tick; None: if the
-        balance is "tokens". replaces: replace a replica that dies, if it can be. False while the trainers, which would send it the
-        weights, are at work: the flow continues without it.
+        balance is "tokens". replaces: replace a replica that dies, if it can be. Without it the flow continues with the others:
+        while the trainers, which would send it the weights, are at work.
         """
         if self._slept:
             self.sync_weights(self.version)

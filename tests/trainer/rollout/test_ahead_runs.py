@@ -140,7 +140,7 @@ def short_updates(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_wall_clock_run_is_replayed_bitwise(
     mode: str, resumes: bool, task: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """The update of a batch with tokens of several versions, also in a run that was resumed. No token is staler than the bound."""
+    """The update of a batch with tokens of several versions, also in a resumed run. No token is staler than the bound."""
     bound = 1 if mode == "one step off" else 2
 
     def options(name: str) -> tuple[str, ...]:

@@ -13,7 +13,7 @@ import trainer.rollout.remote_rollout as remote_rollout
 from scripts.bench.rollout_flow import Settings, Simulation
 from tests.trainer.rollout.test_ahead import Run, staleness
 from tests.trainer.rollout.test_partial import TICK, Engine, Flow, groups_of
-from tests.trainer.rollout.test_sampler import KINDS, Case, Judge, make
+from tests.trainer.rollout.test_sampler import KINDS, Case, make
 from trainer.rollout.ahead import RolloutsAhead
 from trainer.rollout.partial import TokenCounts
 from trainer.run.timing import Phases
@@ -87,10 +87,14 @@ class ReplicaFlow(Flow):
 class WallRun(Run):
     """A run in simulated time, without a thread. generated: how often an update began, and the bound was reached before its end."""
 
-    def __init__(self, case: Case, seed: int = 0, *, deaths: float = 0.0, clock: Literal["logical", "wall"] = "wall", **of: Any) -> None:
+    def __init__(
+        self, case: Case, seed: int = 0, *, deaths: float = 0.0, clock: Literal["logical", "wall"] = "wall", **of: Any
+    ) -> None:
         super().__init__(case, **of)
         slots, numbers = of.get("slots", 12), random.Random(seed)
-        self.engine = Replicas(slots, in_step=clock == "logical", n_replicas=numbers.randint(1, 3), deaths=deaths, numbers=numbers)
+        self.engine = Replicas(
+            slots, in_step=clock == "logical", n_replicas=numbers.randint(1, 3), deaths=deaths, numbers=numbers
+        )
         options = {"groups": self.policy.groups, "oversubmit": of.get("oversubmit", 1.5)}
         self.bound = of.get("max_staleness", 2)
         self.policy = RolloutsAhead(self.buffer, **options, max_staleness=self.bound, clock=clock)

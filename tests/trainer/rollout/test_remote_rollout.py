@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from tests.trainer.cluster.test_remote import PATIENT, SAMPLING, SIZES, EndedCall, Mirror
-from tests.trainer.watchdogs import watchdog
 from tests.trainer.ppo.test_loop_stops import events_of
+from tests.trainer.watchdogs import watchdog
 from tests.workers.rollout.engines import spec_of
 from tests.workers.test_batch import numbered
 from trainer.cluster.launch import Replicas
