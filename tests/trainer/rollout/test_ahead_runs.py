@@ -172,7 +172,9 @@ class OnceDuringAnUpdate:
     asked: int = 0
 
     def __contains__(self, number: object) -> bool:
-        self.asked += threading.current_thread().name == "generation ahead"
+        if threading.current_thread().name != "generation ahead":
+            return False
+        self.asked += 1
         return self.asked == 3
 
 

@@ -30,7 +30,7 @@ def case() -> Case:
 
 @dataclass
 class Replicas(Engine):
-    """Replicas whose ticks take simulated seconds, 1 to 9 at random. deaths: probability at a tick; all are alive in a new flow."""
+    """Replicas whose ticks take simulated seconds, 1 to 9 at random. deaths: probability at a tick. A new flow has all."""
 
     in_step: bool = False
     n_replicas: int = 2
@@ -85,7 +85,7 @@ class ReplicaFlow(Flow):
 
 
 class WallRun(Run):
-    """A run in simulated time, without a thread. generated: how often an update began, and the bound was reached before its end."""
+    """A run in simulated time, without a thread. waited: number of updates before whose end the bound was reached."""
 
     def __init__(
         self, case: Case, seed: int = 0, *, deaths: float = 0.0, clock: Literal["logical", "wall"] = "wall", **of: Any
@@ -243,7 +243,7 @@ SETTINGS = Settings(
 
 
 def simulated(clock: Literal["logical", "wall"], updates: Sequence[float], folder: Path) -> dict[str, float]:
-    """Simulated seconds of 16 steps, in total and without work of the trainer or of the engine. updates: their seconds, in turn."""
+    """Simulated seconds of 16 steps, in total, and in which trainer and engine waited. updates: their seconds, in turn."""
     with LocalBackend() as backend:
         run = Simulation(SETTINGS, backend, folder, "partial")
         policy = RolloutsAhead(run.buffer, groups=SETTINGS.prompts, oversubmit=1.5, max_staleness=3, clock=clock)
