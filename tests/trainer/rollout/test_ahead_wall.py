@@ -2,6 +2,7 @@
 
 import random
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -129,7 +130,7 @@ def test_every_ordinal_is_trained_once_and_never_staler_than_the_bound(clock: Li
     """With kills in between, updates of random length, and replicas that die during them."""
     n_waited = n_lacking = n_beyond = n_lost = 0
     reached = set[tuple[int, int]]()
-    for seed in range(60):
+    for seed in range(40):
         numbers = random.Random(seed)
         groups, bound = numbers.randint(1, 6), numbers.randint(1, 4)
         options = {"oversubmit": numbers.choice([1.0, 1.5, 3.0]), "slots": numbers.choice([6, 16, 60])}
@@ -152,8 +153,8 @@ def test_every_ordinal_is_trained_once_and_never_staler_than_the_bound(clock: Li
                 run.resume(run.state)
         n_waited, n_lost = n_waited + run.waited, n_lost + cast(Replicas, run.engine).n_lost
     assert reached >= {(bound, staleness) for bound in (1, 2, 3, 4) for staleness in range(bound + 1)} - {(4, 4)}, "rare"
-    assert n_lost > 20 and n_lacking > 20, "what a batch lacks is generated after the update"
-    assert clock == "logical" or (n_waited > 20 and n_beyond > 20)
+    assert n_lost > 15 and n_lacking > 15, "what a batch lacks is generated after the update"
+    assert clock == "logical" or (n_waited > 15 and n_beyond > 15)
 
 
 def test_one_step_off_generates_no_more_than_the_next_batch(case: Case) -> None:
@@ -198,42 +199,39 @@ def test_requests_of_lost_replicas_return_as_they_were_and_the_batch_is_complete
         assert len(groups_of(batch)) == 6 and (deaths < 1.0 or staleness(batch) == 0)
 
 
-def test_update_is_not_waited_for_by_the_thread_and_generation_ends_with_it(case: Case) -> None:
-    """With a thread: the update lasts until several ticks were generated, and no further tick begins after its end."""
-    run = WallRun(case, max_staleness=4, oversubmit=3.0)
-    engine, ticks, enough = cast(Replicas, run.engine), list[float](), threading.Event()
-    wait = ReplicaFlow.wait
+def test_generation_ends_with_the_tick_in_which_the_update_does(case: Case) -> None:
+    """With a thread: the update lasts until the fifth tick has begun, which lasts until the trainer waits."""
+    ticks, fifth, phases = list[float](), threading.Event(), Phases()
 
-    class Counting(Replicas):
+    class Waiting(Replicas):
         def flow(self, *args: Any, **options: Any) -> ReplicaFlow:
             found = super().flow(*args, **options)
+            wait = found.wait
 
             def counted() -> list[Batch]:
                 ticks.append(self.now)
-                if len(ticks) >= 5:
-                    enough.set()
-                    ended.wait(10.0)
-                return wait(found)
+                if len(ticks) == 5:
+                    fifth.set()
+                    deadline = time.monotonic() + 30.0
+                    while "gen" not in phases.under_way:
+                        assert time.monotonic() < deadline
+                        time.sleep(0.001)
+                return wait()
 
-            found.wait = counted  # type: ignore[method-assign]
+            if not options["replaces"]:
+                found.wait = counted  # type: ignore[method-assign]
             return found
 
-    ended = threading.Event()
-    ended.set()
-    run.engine = Counting(**vars(engine))
-    run.next_batch()
-    assert len(run.buffer) <= 12
-    ticks.clear()
-    enough.clear()
-    ended.clear()
-
-    def train() -> None:
-        assert enough.wait(10.0), "no ticks while training"
-        threading.Timer(0.05, ended.set).start()  # the tick lasts longer than the update
-
-    run.next_batch(train)
-    # The sixth and later: those of the other replicas, which ``suspend`` waits for.
-    assert 5 <= len(ticks) <= 5 + engine.n_replicas
+    run = WallRun(case, max_staleness=4, oversubmit=3.0)
+    engine = cast(Replicas, run.engine)
+    run.engine = Waiting(**vars(engine))
+    run.step_of(0.0)
+    assert ticks == []
+    with run.policy.generating(run.sampler, 2, run.stream, phases, {}):
+        assert fifth.wait(30.0), "no ticks while training"
+    # More than five: those of other replicas that had begun, which ``suspend`` waits for.
+    assert 5 <= len(ticks) <= 5 + engine.n_replicas - 1
+    assert len(run.buffer) > 0 and not [thread for thread in threading.enumerate() if thread.name == "generation ahead"]
 
 
 SETTINGS = Settings(
