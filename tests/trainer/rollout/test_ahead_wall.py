@@ -199,39 +199,36 @@ def test_requests_of_lost_replicas_return_as_they_were_and_the_batch_is_complete
         assert len(groups_of(batch)) == 6 and (deaths < 1.0 or staleness(batch) == 0)
 
 
-def test_generation_ends_with_the_tick_in_which_the_update_does(case: Case) -> None:
-    """With a thread: the update lasts until the fifth tick has begun, which lasts until the trainer waits."""
-    ticks, fifth, phases = list[float](), threading.Event(), Phases()
+def test_generation_goes_on_after_the_batch_and_ends_with_the_tick_in_which_the_update_does(case: Case) -> None:
+    """With a thread: the update lasts until a tick begins with more groups than a batch, which lasts until the trainer waits."""
+    later, beyond, phases = list[float](), threading.Event(), Phases()
 
     class Waiting(Replicas):
         def flow(self, *args: Any, **options: Any) -> ReplicaFlow:
             found = super().flow(*args, **options)
-            wait = found.wait
+            start = found.start
 
-            def counted() -> list[Batch]:
-                ticks.append(self.now)
-                if len(ticks) == 5:
-                    fifth.set()
+            def watched() -> bool:
+                if beyond.is_set():
+                    later.append(self.now)
+                elif len(run.buffer.complete()) > run.policy.groups:
+                    beyond.set()
                     deadline = time.monotonic() + 30.0
                     while "gen" not in phases.under_way:
                         assert time.monotonic() < deadline
                         time.sleep(0.001)
-                return wait()
+                return start()
 
             if not options["replaces"]:
-                found.wait = counted  # type: ignore[method-assign]
+                found.start = watched  # type: ignore[method-assign]
             return found
 
     run = WallRun(case, max_staleness=4, oversubmit=3.0)
-    engine = cast(Replicas, run.engine)
-    run.engine = Waiting(**vars(engine))
+    run.engine = Waiting(**vars(run.engine))
     run.step_of(0.0)
-    assert ticks == []
     with run.policy.generating(run.sampler, 2, run.stream, phases, {}):
-        assert fifth.wait(30.0), "no ticks while training"
-    # More than five: those of other replicas that had begun, which ``suspend`` waits for.
-    assert 5 <= len(ticks) <= 5 + engine.n_replicas - 1
-    assert len(run.buffer) > 0 and not [thread for thread in threading.enumerate() if thread.name == "generation ahead"]
+        assert beyond.wait(10.0), "generation ended with the batch"
+    assert later == [] and not [thread for thread in threading.enumerate() if thread.name == "generation ahead"]
 
 
 SETTINGS = Settings(
