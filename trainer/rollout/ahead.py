@@ -6,10 +6,10 @@ the weights of the step before the last, so its tokens are one version old at le
 
 With the logical clock nothing depends on which side is faster: the batch is complete and the update has ended before the weights
 are synced, and generation begins directly after a sync. A run that is repeated or resumed therefore has the same numbers. With
-the wall clock no side waits before the update has ended: the engines go on with further groups when the batch is complete, and
+the wall clock no side waits before the update has ended: the engines continue with further groups when the batch is complete, and
 what the batch lacks when the update ends is generated with the new weights.
 
-The trainers cannot send weights during an update. If a replica dies then, the others go on; its unfinished responses return to
+The trainers cannot send weights during an update. If a replica dies then, the others continue; its unfinished responses return to
 what the buffer has of them, and are generated after the sync, which replaces the replica.
 """
 

@@ -199,7 +199,7 @@ def test_requests_of_lost_replicas_return_as_they_were_and_the_batch_is_complete
         assert len(groups_of(batch)) == 6 and (deaths < 1.0 or staleness(batch) == 0)
 
 
-def test_generation_goes_on_after_the_batch_and_ends_with_the_tick_in_which_the_update_does(case: Case) -> None:
+def test_generation_continues_after_the_batch_and_ends_with_the_tick_in_which_the_update_does(case: Case) -> None:
     """With a thread: the update lasts until a tick begins with more groups than a batch, which lasts until the trainer waits."""
     later, beyond, phases = list[float](), threading.Event(), Phases()
 
