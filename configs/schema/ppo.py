@@ -326,6 +326,7 @@ class AsyncTrainingConfig:
     """Generation across steps."""
 
     mode: Literal["partial", "one_step_off", "async"] | None
+    clock: Literal["logical", "wall"]
     oversubmit: Annotated[float, Ge(1.0)]
     max_age: Positive
     max_staleness: NonNegative

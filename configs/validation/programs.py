@@ -339,6 +339,11 @@ def _filter_problems(config: PPOConfig) -> Iterator[str]:
 
 def _async_problems(config: PPOConfig, place: Placement) -> Iterator[str]:
     algorithm, correction, generation = config.algorithm, config.algorithm.rollout_correction, config.async_training
+    if generation.clock == "wall" and generation.mode not in ("one_step_off", "async"):
+        yield (
+            f"async_training.clock=wall: with async_training.mode={generation.mode or 'null'} nothing is generated during an "
+            "update; set async_training.mode=one_step_off (or async), or async_training.clock=logical"
+        )
     if generation.mode is None or (generation.mode == "async" and generation.max_staleness == 0):
         return
     key = f"async_training.mode={generation.mode}"

@@ -104,7 +104,7 @@ class Watchdog:
         self._calls = CallSpans()
         self._limits = limits
         self._run_dir = run_dir
-        self._events = Events(run_dir)
+        self.events = Events(run_dir)
         self._durations: dict[str, tuple[int, float]] = {}
         self._lock = threading.Lock()
         """Calls come from several threads if pools work concurrently."""
@@ -327,7 +327,7 @@ class Watchdog:
             with self._lock:
                 directory = str(record(stall, self._run_dir))
             blamed = f", held up by ranks {stall.verdict.ranks}" if stall.verdict.why else ""
-            self._events.add(self.step, "stall", f"{what} took too long{blamed}: see {directory}")
+            self.events.add(self.step, "stall", f"{what} took too long{blamed}: see {directory}")
         except OSError as error:  # the disk may be the cause
             directory = f"not kept: {error}"
         return summary(stall, self._run_dir, directory)

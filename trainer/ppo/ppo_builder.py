@@ -422,8 +422,9 @@ class Assembly:
         config, groups, filters = self.config, self.config.data.train_batch_size, self.config.algorithm.filter_groups
         flight = config.async_training
         buffer = GroupBuffer(config.actor_rollout_ref.rollout.n + self.wants_baselines, prompts.prompt)
-        if staleness := {"one_step_off": 1, "async": flight.max_staleness}.get(flight.mode or "", 0):
-            return RolloutsAhead(buffer, groups=groups, oversubmit=flight.oversubmit, max_staleness=staleness)
+        clock, staleness = flight.clock, {"one_step_off": 1, "async": flight.max_staleness}.get(flight.mode or "", 0)
+        if staleness:
+            return RolloutsAhead(buffer, groups=groups, oversubmit=flight.oversubmit, max_staleness=staleness, clock=clock)
         if flight.mode == "partial":
             options: dict[str, Any] = {"oversubmit": flight.oversubmit, "max_age": flight.max_age}
             if filters.enable:

@@ -12,7 +12,7 @@ engines compute prompt and beginning again with the new weights. A run that is r
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -40,10 +40,10 @@ class TokenCounts:
 
 
 class PartialRollouts:
-    """Batches of the first groups that are complete, by tick and ordinal. replaces: see RemoteRollout.flow."""
+    """Batches of the first groups that are complete, by tick and ordinal. in_step: see RemoteRollout.flow."""
 
     selects_groups = False
-    replaces = True
+    in_step = True
 
     def __init__(self, buffer: GroupBuffer, *, groups: int, oversubmit: float, max_age: int) -> None:
         """groups: prompts in a step's batch. oversubmit: groups that are generated at the same time, relative to ``groups``.
@@ -67,27 +67,44 @@ class PartialRollouts:
         return batch.with_meta({"generated_tokens": counts.generated, "metrics": metrics})
 
     def generate(
-        self, sampler: Sampler, step: int, prompts: PromptStream, counts: TokenCounts
+        self,
+        sampler: Sampler,
+        step: int,
+        prompts: PromptStream,
+        counts: TokenCounts,
+        ended: Callable[[], bool] | None = None,
+        *,
+        replaces: bool = True,
     ) -> Generator[list[PendingGroup], None, None]:
         """Generate until the step's batch is complete; yields its groups as they complete, while a tick runs. Adds to ``counts``.
 
-        Nothing is generated if the buffer has the batch already.
+        Nothing is generated if the buffer has the batch already, and nothing more if no engine has a request that it can work on.
+        ended: asked after every tick; generate until it is true instead, whether or not the batch is complete. replaces: see
+        RemoteRollout.flow.
         """
         buffer = self.buffer
         new = taken = self._further((), step)
-        if len(new) < self.groups:
-            expected, replaces = self.groups * buffer.n, self.replaces
-            flow = sampler.rollout.flow(sampler.sampling, buffer.requests, expected=expected, in_step=True, replaces=replaces)
+
+        def is_over() -> bool:
+            return len(taken) >= self.groups if ended is None else ended()
+
+        if not is_over():
+            rollout, expected = sampler.rollout, self.groups * buffer.n
+            flow = rollout.flow(sampler.sampling, buffer.requests, expected=expected, in_step=self.in_step, replaces=replaces)
             counts.recomputed += self._resubmit(flow)
-            # Groups that have waited since the last step count: else more of them would wait, and become older, with every step.
-            n_waiting = len(buffer) - buffer.n_unfinished
-            # In the first tick no more than the batch needs: where all of them end in it, further ones would only become stale.
-            n_unfinished = self.groups - n_waiting
-            while len(taken) < self.groups:
+            if ended is None:
+                # Groups that have waited since the last step count: else more would wait, and become older, with every step.
+                n_waiting = len(buffer) - buffer.n_unfinished
+                # In the first tick no more than the batch needs: where all of them end in it, others would only become stale.
+                n_unfinished = self.groups - n_waiting
+            else:
+                n_waiting, n_unfinished = 0, self.in_flight
+            while not is_over():
                 # The second bound: see GroupBuffer.choose.
                 while buffer.n_unfinished < n_unfinished and len(buffer) < (self.max_age + 1) * self.groups:
                     self._admit(flow, prompts.draw_one(), sampler, step)
-                flow.start()
+                if not flow.start():
+                    break
                 yield new
                 counts.generated += self._wait(flow)
                 n_unfinished = self.in_flight - n_waiting

@@ -104,6 +104,14 @@ class RemoteRollout:
         *metrics, _ = self._together("sync", receiving, sending)
         return join_metrics([one for of_group in metrics for one in of_group])
 
+    def lose(self, replica: int, death: WorkerError) -> None:
+        """Record that a replica died, which the next sync replaces. Raises ``death`` if it cannot be replaced."""
+        if self._replicas is None:
+            raise death
+        cause = str(death).partition("\n")[0]
+        text = f"replica {replica} of rollout generates nothing until the next weight sync: {cause}"
+        self.watchdog.events.add(self.watchdog.step, "lost", text)
+
     def replace(self, replica: int, death: WorkerError) -> None:
         """Replace a replica by one without requests, with the present weights. Raises ``death`` if it cannot be replaced."""
         if self._replicas is None:
@@ -153,13 +161,14 @@ class RemoteRollout:
         requests: Callable[[Sequence[int]], Batch],
         *,
         expected: int,
-        in_step: bool = False,
+        in_step: bool | None = None,
         replaces: bool = True,
     ) -> RolloutFlow:
         """A flow of requests through the engines, which have none. See RolloutFlow.
 
-        expected: number of responses, for the display. in_step: replicas wait for each other after every tick under any balance.
-        replaces: replace a replica that dies, if it can be; not while the trainers, which would send it the weights, are at work.
+        expected: number of responses, for the display. in_step: replicas wait for each other after every tick; None: if the
+        balance is "tokens". replaces: replace a replica that dies, if it can be. Without it the flow continues with the others:
+        while the trainers, which would send it the weights, are at work.
         """
         if self._slept:
             self.sync_weights(self.version)
@@ -169,7 +178,7 @@ class RemoteRollout:
         )
         if self._progress is not None:
             self._progress.begin(expected)
-        in_step = (in_step or self.balance == "tokens") and self.keeps_common_time
+        in_step = (self.balance == "tokens" if in_step is None else in_step) and self.keeps_common_time
         replaces = replaces and self.replaceable
         return RolloutFlow(self, scheduler, sampling, requests, self._progress, in_step=in_step, replaces=replaces)
 
@@ -280,7 +289,7 @@ class RolloutFlow:
         ended: list[Batch] = []
         while self._calls:
             ended += self.wait()
-        for replica in range(len(self._made)):
+        for replica in self._scheduler.replicas:
             self._start(replica, role_call(ROLE, RolloutRole.suspend))
         # In the order of replicas: the order in which calls end differs from run to run.
         parts = [part for _, part in sorted(self._results(every=True).items())]
@@ -305,7 +314,8 @@ class RolloutFlow:
         """Results of the calls that ended, by replica, after waiting for the first one (every: for all).
 
         A replica that died is replaced, and repeats its calls since the flow began: the same requests share its steps again, and
-        the result of the last call is the one that was lost.
+        the result of the last call is the one that was lost. If it may not be replaced now, it has no result, and the flow has no
+        longer the requests that it had.
         """
         found: dict[int, Batch] = {}
         while self._calls and (every or not found):
@@ -314,7 +324,9 @@ class RolloutFlow:
                 if isinstance(result, WorkerError):
                     # The trainers are in an update: a new replica could get no weights, or those of another version.
                     if not self._replaces:
-                        raise result
+                        self._rollout.lose(replica, result)
+                        self._scheduler.lose(replica)
+                        continue
                     self._rollout.replace(replica, result)
                     if not self._rollout.keeps_common_time:
                         self._made[replica] = self._reissued(replica)

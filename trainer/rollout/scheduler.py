@@ -54,6 +54,8 @@ class RolloutScheduler:
         """By replica: the rows that it has, with their groups."""
         self._prompt_tokens = [0.0] * n_replicas
         """By replica: the prompts of these rows, each counted once."""
+        self.replicas = list(range(n_replicas))
+        """Those that were not lost."""
         self._called: set[int] = set()
         self._n_placed = 0
         self._slots = slots
@@ -94,6 +96,12 @@ class RolloutScheduler:
         if self._n_ended:
             self._mean_length = self._ended_tokens / self._n_ended
 
+    def lose(self, replica: int) -> None:
+        """Forget a replica that died, with its rows."""
+        self.replicas.remove(replica)
+        self._running[replica] = {}
+        self._called.discard(replica)
+
     def calls(self) -> dict[int, list[int]]:
         """Calls to start: by replica, the rows to be submitted (often none). A replica has one call at a time."""
         new: list[list[int]] = [[] for _ in self._running]
@@ -110,8 +118,8 @@ class RolloutScheduler:
     def _place(self, group: _Group) -> int | None:
         """Replica for a group that is to be submitted now; None: it waits."""
         if self._balance == "static":
-            return self._n_placed % len(self._running)
-        room = [i for i, rows in enumerate(self._running) if i not in self._called and self._fits(group, len(rows))]
+            return self.replicas[self._n_placed % len(self.replicas)] if self.replicas else None
+        room = [i for i in self.replicas if i not in self._called and self._fits(group, self.held(i))]
         return min(room, key=lambda i: (self._outstanding(i), i), default=None)
 
     def _fits(self, group: _Group, held: int) -> bool:

@@ -154,7 +154,26 @@ def test_defaults_and_quick_start_have_no_errors_or_notes() -> None:
                 "trains while the next batch is generated; use async_training.mode=partial",
             ],
         ),
-        (["async_training.mode=async", "async_training.max_staleness=0"], []),
+        (["async_training.mode=async", "async_training.max_staleness=0", "async_training.clock=wall"], []),
+        (
+            ["async_training.clock=wall"],
+            [
+                "async_training.clock=wall: with async_training.mode=null nothing is generated during an update; set "
+                "async_training.mode=one_step_off (or async), or async_training.clock=logical"
+            ],
+        ),
+        (
+            [
+                "async_training.mode=partial",
+                "async_training.clock=wall",
+                "algorithm.rollout_correction.rollout_is=token",
+                f"{ROLLOUT}.n=2",
+            ],
+            [
+                "async_training.clock=wall: with async_training.mode=partial nothing is generated during an update; set "
+                "async_training.mode=one_step_off (or async), or async_training.clock=logical"
+            ],
+        ),
         (
             [
                 "async_training.mode=one_step_off",

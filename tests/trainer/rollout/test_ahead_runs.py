@@ -1,15 +1,26 @@
-"""Complete runs whose batches are generated ahead, in a pool of its own: the numbers of a loop without threads, and resumed."""
+"""Complete runs whose batches are generated ahead, in a pool of its own: the numbers of a loop without threads, resumed, in wall
+clock, replayed, and with replicas that die.
+"""
 
+import re
+import threading
+from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 from safetensors.torch import load_file
 
 import trainer.rollout.remote_rollout as remote_rollout
 from tests.runs import make_task, repeatable, run_ppo
+from tests.trainer.ppo.test_loop_stops import events_of
+from tests.trainer.ppo.test_replay import again
+from tests.trainer.rollout.test_remote_rollout_runs import Killer
 from trainer.ppo.loop import Loop
 from trainer.rollout.ahead import RolloutsAhead
 from trainer.rollout.partial import TokenCounts
+from trainer.rollout.remote_rollout import RolloutFlow
 
 AHEAD = (
     "algorithm=grpo", "placement=split", "trainer.backend=ray", "trainer.n_gpus_per_node=2", "data.train_batch_size=4",
@@ -84,3 +95,118 @@ def test_run_has_the_numbers_of_a_sequential_loop_and_resumes_bitwise(
     # The batch of step 4 is in the checkpoint: the weights that sampled it are gone.
     path = ("trainer.resume_mode=resume_path", f"trainer.resume_from_path={tmp_path / 'whole' / 'global_step_3'}")
     assert repeatable(run_ppo(task, tmp_path / "resumed", *options("resumed"), *path)) == repeatable(whole[3:])
+
+
+def versions_of(run_dir: Path, step: int) -> list[int]:
+    """Weight versions of the tokens that a step trained on."""
+    dump = load_file(run_dir / "rollouts" / f"step_{step}.safetensors")
+    return dump["tokens.weight_version"][dump["tokens.response_mask"].bool()].unique().tolist()
+
+
+def groups_of(run_dir: Path, steps: int) -> list[int]:
+    dumps = (load_file(run_dir / "rollouts" / f"step_{step}.safetensors") for step in range(1, steps + 1))
+    return [group for dump in dumps for group in dump["rows.group"].unique().tolist()]
+
+
+@pytest.fixture
+def short_updates(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Generation during an update has three ticks until the update ends, so that it interrupts responses."""
+    ended, ticks = threading.Event(), Counter[int]()
+    update, sync_weights, start = Loop.update, Loop.sync_weights, RolloutFlow.start
+
+    def update_and_end(loop: Loop, *of: Any) -> None:
+        update(loop, *of)
+        ended.set()
+
+    def sync_and_begin(loop: Loop, step: int) -> None:
+        sync_weights(loop, step)
+        ended.clear()
+
+    def start_at_most_three(flow: RolloutFlow) -> bool:
+        ticks[id(flow)] += 1
+        if not flow._replaces and ticks[id(flow)] > 3:
+            assert ended.wait(120.0)
+        return start(flow)
+
+    monkeypatch.setattr(Loop, "update", update_and_end)
+    monkeypatch.setattr(Loop, "sync_weights", sync_and_begin)
+    monkeypatch.setattr(RolloutFlow, "start", start_at_most_three)
+
+
+@pytest.mark.usefixtures("short_updates")
+@pytest.mark.parametrize(
+    ("mode", "resumes"), [("staleness 2", False), *(pytest.param(mode, True, marks=pytest.mark.soak) for mode in MODES)]
+)
+def test_wall_clock_run_is_replayed_bitwise(
+    mode: str, resumes: bool, task: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The update of a batch with tokens of several versions, also in a resumed run. No token is staler than the bound."""
+    bound = 1 if mode == "one step off" else 2
+
+    def options(name: str) -> tuple[str, ...]:
+        dumps = f"trainer.rollout_data_dir={tmp_path / name / 'rollouts'}"
+        return (*AHEAD, *MODES[mode], "async_training.clock=wall", "trainer.total_training_steps=4", dumps)
+
+    found = run_ppo(task, tmp_path / "run", *options("run"))
+    assert max(step["rollout/staleness/max"] for step in found) == bound
+    groups = groups_of(tmp_path / "run", 4)
+    assert len(set(groups)) == len(groups) == 16, "every prompt is trained on once"
+    replayed = "run"
+    if resumes:
+        path = ("trainer.resume_mode=resume_path", f"trainer.resume_from_path={tmp_path / 'run' / 'global_step_2'}")
+        found = run_ppo(task, tmp_path / "resumed", *options("resumed"), *path)
+        assert [step["training/global_step"] for step in found] == [3, 4]
+        assert max(step["rollout/staleness/max"] for step in found) <= bound
+        replayed = "resumed"
+    versions = versions_of(tmp_path / replayed, 4)
+    assert len(versions) > 1 and 4 - 1 - versions[0] <= bound
+    capfd.readouterr()
+    assert again(task, tmp_path / replayed, options(replayed), "train", 4) == 0
+    assert capfd.readouterr().out.strip().endswith("all equal")
+
+
+@dataclass
+class OnceDuringAnUpdate:
+    """Contains the third number that is asked for by the thread that generates ahead."""
+
+    asked: int = 0
+
+    def __contains__(self, number: object) -> bool:
+        if threading.current_thread().name != "generation ahead":
+            return False
+        self.asked += 1
+        return self.asked == 3
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("clock", ["logical", "wall"])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_replica_that_dies_during_an_update_is_replaced_after_it_without_a_restart(
+    replicas: int, mode: str, clock: str, task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir, steps = tmp_path / "run", 5
+    pools = {"actor": 1, "rollout": replicas}
+    killer = Killer(monkeypatch, run_dir, "advance", OnceDuringAnUpdate(), "rollout" if replicas == 1 else "rollout.1")
+    found = run_ppo(
+        task,
+        run_dir,
+        *AHEAD,
+        *MODES[mode],
+        *(f"placement.pools.{name}={{nodes: 1, gpus: {gpus}, fraction: 1.0}}" for name, gpus in pools.items()),
+        f"trainer.n_gpus_per_node={replicas + 1}",
+        f"async_training.clock={clock}",
+        f"trainer.rollout_data_dir={run_dir / 'rollouts'}",
+        "trainer.max_restarts=1",
+        "actor_rollout_ref.rollout.max_num_seqs=2",
+    )
+    assert len(killer.killed) == 1 and len(found) == steps
+    assert max(step["rollout/staleness/max"] for step in found) <= (1 if mode == "one step off" else 2)
+    groups = groups_of(run_dir, steps)
+    assert len(set(groups)) == len(groups) == 4 * steps, "every prompt is trained on once"
+    (step, kind, text), (_, then, replaced) = events_of(run_dir)
+    assert (kind, then) == ("lost", "replaced") and step >= 1
+    assert re.match(rf"replica {replicas - 1} of rollout generates nothing until .*: process {killer.killed[0]} died", text)
+    assert replaced.startswith(f"replica {replicas - 1} of rollout was replaced, 1 of 1: ")
+    # What the replica had is sampled by the weights after the update: directly if no other one generated it.
+    assert replicas == 2 or versions_of(run_dir, step + 1)[-1] == step

@@ -31,6 +31,7 @@ class Engine:
     slots: int
     longest: int = 24
     version: int = 0
+    in_step: bool = True
 
     def flow(
         self,
@@ -38,10 +39,10 @@ class Engine:
         requests: Callable[[Sequence[int]], Batch],
         *,
         expected: int,
-        in_step: bool,
+        in_step: bool = True,
         replaces: bool = True,
     ) -> "Flow":
-        assert in_step
+        assert in_step is self.in_step
         return Flow(self, requests)
 
     def response(self, seed: int) -> list[int]:
@@ -61,11 +62,12 @@ class Flow:
     def admit(self, ids: Sequence[int], prompt_tokens: int) -> None:
         self.new += ids
 
-    def start(self) -> None:
+    def start(self) -> bool:
         rows, new = self.requests(self.new).rows if self.new else {}, self.new
         for id, seed, begun in zip(new, *(rows[name].tolist() for name in ("seed", "begun") if new), strict=False):
             self.left[id], self.sampled[id] = self.engine.response(seed)[begun:], []
         self.new = []
+        return bool(self.left)
 
     def wait(self) -> list[Batch]:
         running = list(self.left)[: self.engine.slots]

@@ -1,8 +1,10 @@
 """Requests that the controller places on engines and responses that it joins, with workers that only record."""
 
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal, cast
 
@@ -10,6 +12,8 @@ import pytest
 import torch
 
 from tests.trainer.cluster.test_remote import PATIENT, SAMPLING, SIZES, EndedCall, Mirror
+from tests.trainer.ppo.test_loop_stops import events_of
+from tests.trainer.watchdogs import watchdog
 from tests.workers.rollout.engines import spec_of
 from tests.workers.test_batch import numbered
 from trainer.cluster.launch import Replicas
@@ -202,14 +206,14 @@ class Disturbed:
         yield
         self.replaced.append(what)
 
-    def flow(self, lengths: Sequence[int], *, in_step: bool = False) -> RolloutFlow:
+    def flow(self, lengths: Sequence[int], *, in_step: bool | None = None, replaces: bool = True) -> RolloutFlow:
         """A flow with requests of these lengths."""
         rows = Batch(
             torch.ones(len(lengths), dtype=torch.int64),
             tokens={"input_ids": torch.arange(len(lengths))},
             rows={"id": torch.arange(len(lengths)), "seed": torch.tensor(lengths)},
         )
-        flow = self.rollout.flow(SAMPLING, rows.select, expected=len(lengths), in_step=in_step)
+        flow = self.rollout.flow(SAMPLING, rows.select, expected=len(lengths), in_step=in_step, replaces=replaces)
         for row in range(len(lengths)):
             flow.admit([row], 1)
         return flow
@@ -299,6 +303,65 @@ def test_replica_that_died_between_flows_is_replaced_before_the_next_sync() -> N
     disturbed.rollout.sync_weights(5)
     assert disturbed.replaced == ["replica 1 of rollout"] and disturbed.trainers.sent == [[0, 1], [0, 1]]
     assert {version for tick in ticks_of(disturbed.flow(LENGTHS)) for *_, versions in tick for version in versions} == {5}
+
+
+@pytest.mark.parametrize("in_step", [True, False])
+@pytest.mark.parametrize("balance", ["static", "tokens"])
+@pytest.mark.parametrize("death", range(BEFORE_A_FLOW + 1, BEFORE_A_FLOW + 6))
+def test_flow_continues_without_a_replica_that_may_not_be_replaced(
+    death: int, balance: Literal["static", "tokens"], in_step: bool, tmp_path: Path
+) -> None:
+    """The requests that it had return nothing, those that waited go to the other one; the next sync replaces it."""
+    disturbed = Disturbed(death, balance=balance, slots=4)
+    disturbed.rollout.watchdog = watchdog(tmp_path)
+    flow = disturbed.flow(LENGTHS, in_step=in_step, replaces=False)
+    ended = [id for tick in ticks_of(flow) for id, *_ in tick]
+    assert not flow.start() and disturbed.replaced == [] and disturbed.trainers.sent == [[0, 1]]
+    calls = len(disturbed.calls[1])
+    late, interrupted = flow.suspend()
+    assert late == [] and [len(part) for part in interrupted] == [0] and len(disturbed.calls[1]) == calls, "it is not called"
+    lost = {*range(len(LENGTHS))} - {*ended}
+    assert len(ended) == len({*ended}) and lost
+    assert balance == "static" or len(lost) <= 5, "a replica has no more at the same time"
+    ((step, kind, text),) = events_of(tmp_path)
+    assert (step, kind) == (0, "lost") and re.fullmatch(
+        r"replica 1 of rollout generates nothing until the next weight sync: rank 0 failed in .* process 7 died", text
+    )
+    disturbed.rollout.sync_weights(5)
+    assert disturbed.replaced == ["replica 1 of rollout"] and disturbed.trainers.sent == [[0, 1], [0, 1]]
+    again = ticks_of(disturbed.flow(LENGTHS, in_step=in_step, replaces=False))
+    assert sorted(id for tick in again for id, *_ in tick) == [*range(len(LENGTHS))]
+    assert {version for tick in again for *_, versions in tick for version in versions} == {5}
+
+
+@pytest.mark.parametrize("in_step", [True, False])
+def test_replica_that_dies_while_unfinished_responses_are_taken_returns_none(in_step: bool, tmp_path: Path) -> None:
+    disturbed = Disturbed(BEFORE_A_FLOW + 3)
+    disturbed.rollout.watchdog = watchdog(tmp_path)
+    flow = disturbed.flow(LENGTHS, in_step=in_step, replaces=False)
+    ended = {id for tick in ticks_of(flow, until=2) for id, *_ in tick}
+    late, (interrupted,) = flow.suspend()
+    of_first = {id for id, *_ in rows_of(interrupted)}
+    assert late == [] and of_first and not of_first & ended and len(of_first | ended) < len(LENGTHS)
+    assert [kind for _, kind, _ in events_of(tmp_path)] == ["lost"]
+
+
+@pytest.mark.parametrize("slow", [0, 1])
+def test_slow_replica_holds_no_other_in_wall_clock(slow: int) -> None:
+    """Calls on it do not return until the other replica has generated all that it has."""
+    disturbed = Disturbed(balance="static")
+    fast = 1 - slow
+    of_fast = [row for row in range(len(LENGTHS)) if row % 2 == fast]
+
+    def results(calls: Any, *, every: bool) -> Any:
+        assert not every
+        ready = [call for call in calls if int(call.pool) == fast] or calls
+        return PATIENT.results(ready, every=True)
+
+    disturbed.rollout.watchdog = cast(Any, SimpleNamespace(start=PATIENT.start, results=results))
+    flow = disturbed.flow(LENGTHS, in_step=False)
+    ended = [id for tick in ticks_of(flow) for id, *_ in tick]
+    assert sorted(ended[: len(of_fast)]) == of_fast and sorted(ended) == [*range(len(LENGTHS))]
 
 
 def test_death_without_a_replacement_is_raised() -> None:

@@ -3,7 +3,7 @@
 import os
 import re
 import signal
-from collections.abc import Collection
+from collections.abc import Container
 from pathlib import Path
 from typing import Any
 
@@ -44,15 +44,19 @@ def short_ticks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Killer:
-    """Kills the worker of replica 1 directly after the calls with these numbers were started on it, counted by method.
+    """Kills the worker of a replica directly after the calls with these numbers were started on it, counted by method.
 
     Before the calls is_alive and sync_weights.
     """
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, run_dir: Path, method: str, numbers: Collection[int]) -> None:
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, run_dir: Path, method: str, numbers: Container[int], pool: str = "rollout.1"
+    ) -> None:
+        """pool: of the replica, rollout.1 or rollout."""
         self.killed = list[int]()
         self.called = 0
-        self._log = run_dir / "logs" / "rank_0_rollout.1.log"
+        self._log = run_dir / "logs" / f"rank_0_{pool}.log"
+        killed = int(pool.partition(".")[2] or 0)
         start, sync = RemoteRollout.start_call, RemoteRollout._sync
 
         def kill_and_sync(rollout: RemoteRollout, numbers_of_groups: Any) -> Any:
@@ -61,17 +65,17 @@ class Killer:
             return sync(rollout, numbers_of_groups)
 
         def start_and_kill(rollout: RemoteRollout, call: Any, replica: int, *words: Any, **options: Any) -> Any:
-            if call.method == method == "is_alive" and replica == 1:
+            if call.method == method == "is_alive" and replica == killed:
                 self._kill(numbers)
             started = start(rollout, call, replica, *words, **options)
-            if call.method == method != "is_alive" and replica == 1:
+            if call.method == method != "is_alive" and replica == killed:
                 self._kill(numbers)
             return started
 
         monkeypatch.setattr(RemoteRollout, "start_call", start_and_kill)
         monkeypatch.setattr(RemoteRollout, "_sync", kill_and_sync)
 
-    def _kill(self, numbers: Collection[int]) -> None:
+    def _kill(self, numbers: Container[int]) -> None:
         self.called += 1
         if self.called in numbers:
             self.killed.append(int(re.findall(r"^--- process (\d+)", self._log.read_text(), re.MULTILINE)[-1]))
