@@ -43,7 +43,7 @@ from trainer.rollout.validation import Validation
 from trainer.run.errors import CheckFailed
 from trainer.run.run_dir import START, write_atomic
 from trainer.run.timing import Start, sentence
-from trainer.tracking.metrics import data_metrics, peak_flops, performance_metrics, reward_metrics
+from trainer.tracking.metrics import data_metrics, idle_metrics, peak_flops, performance_metrics, reward_metrics
 from trainer.tracking.token_dump import ResponseLog
 from workers.batch import Batch
 from workers.controller.logs import tell
@@ -370,6 +370,7 @@ class Loop:
         flops = {f"update_{role}": model.take_flops() for role, model in self.trainer.models.items()}
         # A model that was not updated in this step (critic warm-up) has no phase and no MFU.
         flops = {phase: count for phase, count in flops.items() if phase in seconds}
+        idle = self.trainer.metrics.get("timing_s/rollout_idle")
         gpus = {f"update_{role}": model.group.world_size for role, model in self.trainer.models.items()}
         return performance_metrics(
             batch,
@@ -378,7 +379,7 @@ class Loop:
             flops=flops,
             peak=peak_flops(self.config.trainer.device),
             gpus_of={phase: gpus[phase] for phase in flops},
-        )
+        ) | ({} if idle is None else idle_metrics(seconds, idle))
 
     def roll_back(self, alarm: Alarm) -> None:
         """Continue from the last checkpoint before divergence, with fresh prompts and seeds, in the same workers.

@@ -1,5 +1,6 @@
 """Complete runs whose batches are generated ahead, in a pool of its own: the numbers of a loop without threads, and resumed."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -66,6 +67,13 @@ def test_run_has_the_numbers_of_a_sequential_loop_and_resumes_bitwise(
 
     whole = run_ppo(task, tmp_path / "whole", *options("whole"))
     staleness = [step["rollout/staleness/max"] for step in whole]
+    for step in whole:
+        assert sum(value for name, value in step.items() if re.fullmatch(r"rollout/staleness/\d+", name)) == pytest.approx(1)
+        # Nothing is generated ahead in the last step, so no engine waits.
+        assert ("perf/rollout_idle" in step) == ("timing_s/rollout_idle" in step) == (step is not whole[-1])
+        if step is not whole[-1]:
+            assert step["perf/rollout_idle"] == pytest.approx(step["timing_s/rollout_idle"] / step["timing_s/step"])
+            assert step["perf/trainer_idle"] == pytest.approx(step["timing_s/gen"] / step["timing_s/step"])
     assert staleness[:2] == [0, 1] and max(staleness) == (1 if mode == "one step off" else 2)
     groups = []
     for step in range(1, 6):
