@@ -161,7 +161,7 @@ def normalise_tree(tree: Mapping[str, Any], schema: type, typed: Collection[str]
     if problems:
         raise ConfigError("\n".join(problems))
     notes += ahead.notes
-    native |= ahead.sets
+    native = {name: value for name, value in native.items() if name not in ahead.replaces} | ahead.sets
     nested: dict[str, Any] = {}
     for name, value in native.items():
         *path, last = name.split(".")

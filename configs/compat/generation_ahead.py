@@ -134,7 +134,7 @@ def _batches(typed: Collection[str], value: Value, found: Translation) -> Iterat
         return
     found.sets[BATCH] = size
     # Prompts are drawn one at a time anyway.
-    left_out = [BATCH, *([DRAWN] if DRAWN in typed and value(DRAWN) == 1 else [])]
+    left_out = [BATCH, *([DRAWN] if value(DRAWN) == 1 else [])]
     found.replace(f"{', '.join(left_out)}: sets {BATCH}={size}, {BATCHES} * {MINI}", *left_out)
 
 

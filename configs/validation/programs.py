@@ -362,7 +362,7 @@ def _proximal_problems(config: PPOConfig) -> Iterator[str]:
         if is_set
     ]
     if needs:
-        yield f"{key}: {why}, and {', '.join(needs)} needs them before; use recompute"
+        yield f"{key}: {why}, and they are needed before by {', '.join(needs)}; use recompute"
     if correction.rollout_is is None and not correction.bypass_mode:
         yield f"{key}: {why} for the weights of stale tokens; set algorithm.rollout_correction.rollout_is=token (or sequence)"
 

@@ -1,11 +1,10 @@
 """verl's command lines of generation ahead: pools, staleness, batches and lengths mean the same here, or are refused."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from configs.argv import normalise
+from configs.argv import normalise, normalise_tree
 from configs.base.keys import ConfigError, keys_of
 from configs.compat.generation_ahead import generation_ahead
 from configs.compose import compose, compose_with_notes
@@ -163,16 +162,22 @@ def test_proximal_log_probs_of_verl_are_the_actors_or_the_rollouts(value: str, b
     assert ppo(f"async_training.compute_prox_log_prob={value}").algorithm.rollout_correction.bypass_mode == bypass
 
 
-def test_yaml_is_translated_like_a_command_line(tmp_path: Path) -> None:
-    (tmp_path / "mine.yaml").write_text(
-        "defaults: [ppo_trainer, _self_]\n"
-        "async_training: {staleness_threshold: 1, partial_rollout: true}\n"
-        "rollout: {nnodes: 1, n_gpus_per_node: 2, total_rollout_steps: 640}\n"
-        "data: {train_batch_size: 0, gen_batch_size: 1}\n"
-        "actor_rollout_ref: {hybrid_engine: false, actor: {ppo_mini_batch_size: 64}}\n"
-        "trainer: {nnodes: 1, n_gpus_per_node: 6}\n"
-    )
-    config, _, _ = compose_with_notes("ppo_trainer", PPOConfig, ["--config-dir", str(tmp_path), "--config-name", "mine"])
-    assert (config.async_training.mode, config.async_training.max_staleness) == ("async", 1)
-    assert config.trainer.n_gpus_per_node == 8 and config.placement.pools["rollout"].gpus == 2
-    assert config.data.train_batch_size == 64 and config.trainer.total_training_steps == 10
+def test_yaml_is_translated_like_a_command_line() -> None:
+    native: dict[str, Any] = {"mode": None, "max_staleness": 2}
+    given = {
+        "async_training": native | {"staleness_threshold": 1, "partial_rollout": True},
+        "rollout": {"nnodes": 1, "n_gpus_per_node": 2, "total_rollout_steps": 640},
+        "data": {"train_batch_size": 0, "gen_batch_size": 1},
+        "actor_rollout_ref": {"hybrid_engine": False, "actor": {"ppo_mini_batch_size": 64}},
+        "trainer": {"nnodes": 1, "n_gpus_per_node": 6},
+        "placement": {"layout": "colocate_all", "pools": {}},
+    }
+    tree, notes = normalise_tree(given, PPOConfig)
+    assert tree["async_training"] == {"mode": "async", "max_staleness": 1} and len(notes) == 4
+    assert tree["trainer"] == {"nnodes": 1, "n_gpus_per_node": 8, "total_training_steps": 10}
+    assert tree["placement"]["layout"] == "custom" and tree["placement"]["pools"]["rollout"]["gpus"] == 2
+    assert tree["data"] == {"train_batch_size": 64}
+    # Its own placement, or the command line's, is not overwritten.
+    own = given | {"placement": {"layout": "split", "pools": {}}}
+    with pytest.raises(ConfigError, match="placement.layout places the roles too"):
+        normalise_tree(own, PPOConfig)

@@ -155,6 +155,52 @@ def test_defaults_and_quick_start_have_no_errors_or_notes() -> None:
             ],
         ),
         (["async_training.mode=async", "async_training.max_staleness=0"], []),
+        *[
+            (
+                typed,
+                [
+                    f"async_training.prox_logp={prox_logp}: all tokens are of the present weights, whose log-probs are the proximal "
+                    "policy's; use recompute"
+                ],
+            )
+            for prox_logp, typed in (
+                ("snapshot", ["async_training.prox_logp=snapshot"]),
+                ("loglinear", ["async_training.prox_logp=loglinear", "async_training.mode=async", "async_training.max_staleness=0"]),
+            )
+        ],
+        (
+            ["async_training.mode=partial", "async_training.prox_logp=snapshot", f"{CORRECTION}.bypass_mode=true"],
+            [
+                f"async_training.prox_logp=snapshot: with {CORRECTION}.bypass_mode=true the ratio is taken to the rollout's "
+                "log-probs; use recompute"
+            ],
+        ),
+        (
+            ["async_training.mode=partial", "async_training.prox_logp=snapshot", f"{CORRECTION}.rollout_rs=token_k1",
+             f"{CORRECTION}.rollout_rs_threshold=2.0"],
+            [],
+        ),
+        (
+            ["async_training.mode=partial", "async_training.prox_logp=loglinear", f"{CORRECTION}.rollout_is=sequence",
+             f"{CORRECTION}.rollout_rs=token_k1", f"{CORRECTION}.rollout_rs_threshold=2.0", "algorithm.use_kl_in_reward=true",
+             f"{CORRECTION}.rollout_is_batch_normalize=true", f"{CORRECTION}.rollout_token_veto_threshold=1e-4"],
+            [
+                "async_training.prox_logp=loglinear: old log-probs are interpolated in the update, and they are needed before by "
+                f"algorithm.use_kl_in_reward, {CORRECTION}.rollout_rs, {CORRECTION}.rollout_token_veto_threshold, "
+                f"{CORRECTION}.rollout_is_batch_normalize; use recompute"
+            ],
+        ),
+        (
+            ["async_training.mode=partial", "async_training.prox_logp=loglinear", f"{CORRECTION}.rollout_rs=token_k1",
+             f"{CORRECTION}.rollout_rs_threshold=2.0"],
+            [
+                "async_training.prox_logp=loglinear: old log-probs are interpolated in the update, and they are "
+                f"needed before by {CORRECTION}.rollout_rs; use recompute",
+                "async_training.prox_logp=loglinear: old log-probs are interpolated in the update for the weights of stale tokens; "
+                f"set {CORRECTION}.rollout_is=token (or sequence)",
+            ],
+        ),
+        (["async_training.mode=partial", "async_training.prox_logp=loglinear", f"{CORRECTION}.rollout_is=token"], []),
         (
             ["data.gen_batch_size=2048"],
             [
