@@ -122,7 +122,8 @@ def normalise(argv: Sequence[str], schema: type, root: str) -> CommandLine:
             quote = "'" if "${share:" in str(value) else ""
             overrides[name] = f"{name}={quote}{as_typed(value)}{quote}"
     notes += ahead.notes
-    overrides |= {name: f"{'++' if keys.is_free_form(name) else ''}{name}={written(value, PLAIN)}" for name, value in ahead.sets.items()}
+    for name, value in ahead.sets.items():
+        overrides[name] = f"{'++' if keys.is_free_form(name) else ''}{name}={written(value, PLAIN)}"
     return CommandLine(tuple(flags), tuple(overrides.values()), frozenset(typed), tuple(notes))
 
 

@@ -1,14 +1,14 @@
 """Translate what verl's one-step-off and fully-async programs spread over several keys, which no table by key can express.
 
-Pools. verl gives trainer and engine GPUs of their own: trainer.nnodes x n_gpus_per_node and rollout.nnodes x n_gpus_per_node. Here
-trainer.* is the whole machine and placement.pools divides it, so the two sizes are added: on the same nodes while these have at
-most NODE GPUs, otherwise on further nodes of the same size.
+Pools. verl gives trainer and engine GPUs of their own: trainer.nnodes x n_gpus_per_node and rollout.nnodes x n_gpus_per_node.
+Here trainer.* is the whole cluster and placement.pools divides it, so the two sizes are added: on the same nodes while these have
+at most NODE GPUs, otherwise on further nodes of the same size.
 
 Staleness. With n = trigger_parameter_sync_step batches of G groups between two syncs, verl's rollouter has at most
-(1 + staleness_threshold) * n * G groups that were admitted and not trained on when the weights change. The last of them is trained
-on as batch ceil((1 + staleness_threshold) * n) after that sync, by weights that are this many updates newer, minus one:
-max_staleness = ceil((1 + staleness_threshold) * n) - 1, the same bound on groups in whole batches. For n = 1 a threshold of 0 is
-synchronous and 1 is one step off, as in verl's documentation.
+(1 + staleness_threshold) * n * G groups that were admitted and not trained on when the weights change. The last of them is in batch
+ceil((1 + staleness_threshold) * n) after that sync, and the weights before its update are one version less newer than those that
+sampled it: max_staleness = ceil((1 + staleness_threshold) * n) - 1, the same bound on groups in whole batches. For n = 1 a threshold
+of 0 is synchronous and 1 is one step off, as in verl's documentation.
 
 Batches. G is require_batches * ppo_mini_batch_size, and data.train_batch_size=0. rollout.total_rollout_steps counts groups.
 """
@@ -88,7 +88,8 @@ def _pools(typed: Collection[str], value: Value, found: Translation) -> Iterator
     of_trainer = (value("trainer.nnodes") or 1, value("trainer.n_gpus_per_node") or NODE)
     of_engine = (nodes, value(GPUS) or of_trainer[1])
     if not all(map(_whole, (*of_trainer, *of_engine))):
-        yield f"{NODES}={nodes}: sizes of the pools must be numbers; set placement.layout=custom, placement.pools and placement.roles"
+        remedy = "set placement.layout=custom, placement.pools and placement.roles"
+        yield f"{NODES}={nodes}: sizes of the pools must be numbers; {remedy}"
         return
     if hybrid is True:
         yield f"{NODES}={nodes}: with {HYBRID}=true trainer and engine share GPUs; set it to false, or leave {NODES} out"
@@ -103,8 +104,9 @@ def _pools(typed: Collection[str], value: Value, found: Translation) -> Iterator
         cluster = (of_trainer[0] + of_engine[0], of_trainer[1])
     else:
         yield (
-            f"{NODES}={nodes}: {sizes}: neither the same nodes with at most {NODE} GPUs nor nodes of one size; set trainer.nnodes "
-            "and trainer.n_gpus_per_node to the whole cluster, placement.layout=custom, placement.pools and placement.roles"
+            f"{NODES}={nodes}: {sizes}: neither the same nodes with at most {NODE} GPUs nor nodes of one size; set "
+            "trainer.nnodes and trainer.n_gpus_per_node to the whole cluster, placement.layout=custom, placement.pools and "
+            "placement.roles"
         )
         return
     found.sets |= {
@@ -112,7 +114,8 @@ def _pools(typed: Collection[str], value: Value, found: Translation) -> Iterator
         "trainer.n_gpus_per_node": cluster[1],
         "placement.layout": "custom",
         "placement.pools": {
-            name: {"nodes": size[0], "gpus": size[1], "fraction": 1.0} for name, size in (("trainer", of_trainer), ("rollout", of_engine))
+            "trainer": {"nodes": of_trainer[0], "gpus": of_trainer[1], "fraction": 1.0},
+            "rollout": {"nodes": of_engine[0], "gpus": of_engine[1], "fraction": 1.0},
         },
         "placement.roles.actor": "trainer",
         "placement.roles.rollout": "rollout",

@@ -346,7 +346,10 @@ def _proximal_problems(config: PPOConfig) -> Iterator[str]:
         yield f"{key}: all tokens are of the present weights, whose log-probs are the proximal policy's; use recompute"
         return
     if correction.bypass_mode:
-        yield f"{key}: with algorithm.rollout_correction.bypass_mode=true the ratio is taken to the rollout's log-probs; use recompute"
+        yield (
+            f"{key}: with algorithm.rollout_correction.bypass_mode=true the ratio is taken to the rollout's log-probs; use "
+            "recompute"
+        )
     if generation.prox_logp != "loglinear":
         return
     why = "old log-probs are interpolated in the update"

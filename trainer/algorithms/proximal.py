@@ -8,10 +8,10 @@ of the present weights anyway. If log pi moves evenly with the version, the prox
     log pi_prox = log pi_behav + alpha (log pi_theta - log pi_behav),  alpha = (v_prox - v_behav) / (v_theta - v_behav)
 
 Versions count steps. v_prox is the version at the start of the step. v_prox - v_behav is the token's staleness, >= 0. After k of
-the K updates of a step theta is at v_prox + k / K, so alpha = staleness / (staleness + k / K). The first mini-batch is exact: theta
-is the proximal policy, and alpha = 1. Later, a token of staleness 0 has alpha = 0: the policy that sampled it is the proximal one,
-up to the mismatch of engine and trainer, which is then not corrected. AReaL takes v_theta = v_prox + 1 in all mini-batches, the
-limit of this alpha at the end of the step.
+the K updates of a step theta is at v_prox + k / K, so alpha = staleness / (staleness + k / K). The first mini-batch is exact:
+theta is the proximal policy, and alpha = 1. Later, a token of staleness 0 has alpha = 0: the policy that sampled it is the
+proximal one, up to the mismatch of engine and trainer, which is then not corrected. AReaL takes v_theta = v_prox + 1 in all
+mini-batches, the limit of this alpha at the end of the step.
 """
 
 import torch

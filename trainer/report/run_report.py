@@ -137,7 +137,7 @@ class ResponsePair:
 
 
 def finish(run_dir: Path) -> None:
-    """Write the final report, whether the run succeeded or failed; print held-out accuracy, balance of the pools, and its path."""
+    """Write the final report, whether the run succeeded or failed; print held-out accuracy, balance of pools, and its path."""
     path, steps = write_report(run_dir), read_metrics(run_dir)
     series = series_of(steps)
     if ACCURACY in series:

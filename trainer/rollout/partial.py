@@ -172,17 +172,21 @@ class PartialRollouts:
         return sampler.with_penalties(batch)
 
     def _metrics(self, step: int, taken: Sequence[PendingGroup], batch: Batch, version: int) -> dict[str, float]:
-        """Ages of the groups in steps since their admission, with the share of each; staleness of the tokens; groups in flight."""
+        """Ages of the groups in steps since their admission, with the share of each; staleness of tokens; groups in flight."""
         ages = [step - group.step for group in taken]
         versions = batch.tokens["weight_version"][batch.tokens["response_mask"].bool()]
         shares = {f"rollout/age/{age}": count / len(ages) for age, count in sorted(Counter(ages).items())}
-        return shares | staleness_metrics(batch, step) | {
-            "rollout/age/mean": sum(ages) / len(ages),
-            "rollout/age/max": float(max(ages)),
-            "rollout/stale_tokens": float((versions < version).float().mean()),
-            "rollout/unfinished_groups": float(self.buffer.n_unfinished),
-            "rollout/waiting_groups": float(len(self.buffer) - self.buffer.n_unfinished),
-        }
+        return (
+            shares
+            | staleness_metrics(batch, step)
+            | {
+                "rollout/age/mean": sum(ages) / len(ages),
+                "rollout/age/max": float(max(ages)),
+                "rollout/stale_tokens": float((versions < version).float().mean()),
+                "rollout/unfinished_groups": float(self.buffer.n_unfinished),
+                "rollout/waiting_groups": float(len(self.buffer) - self.buffer.n_unfinished),
+            }
+        )
 
 
 class FilteredPartialRollouts(PartialRollouts):

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any, Literal, cast
 
@@ -158,7 +159,8 @@ def formula(
             ratio = (theta[tokens[i]] - float(proximal[tokens[i]])).exp()
             clipped = min(max(float(ratio.detach()), 1 - LOW), 1 + HIGH)
             inner = ratio * advantage
-            inner = inner if float(inner.detach()) <= clipped * advantage else torch.tensor(clipped * advantage, dtype=torch.float64)
+            if float(inner.detach()) > clipped * advantage:
+                inner = torch.tensor(clipped * advantage, dtype=torch.float64)
             if advantage < 0 and float(inner.detach()) < DUAL * advantage:
                 inner = torch.tensor(DUAL * advantage, dtype=torch.float64)
             total = total - weight * inner / n
@@ -204,13 +206,13 @@ def test_decoupled_loss_and_its_gradient_are_those_of_the_formula(prox_logp: Pro
         if prox_logp == "loglinear" and not fails:
             trained = [int(mini.tokens["response_mask"].sum()) for mini, *_ in policy.trained]
             ends = [sum(trained[:i]) for i in range(5)]
-            means = [sum(seen[start:end]) / (end - start) for start, end in zip(ends, ends[1:], strict=False)]
+            means = [sum(seen[start:end]) / (end - start) for start, end in pairwise(ends)]
             assert metrics["rollout_corr/rollout_is_mean"] == pytest.approx(sum(means) / 4, rel=1e-10)
 
 
 @pytest.mark.parametrize("loss_mode", ["vanilla", "gspo", "geo_mean", "clip_cov"])
 @pytest.mark.parametrize("correction", CORRECTIONS, ids=["truncated", "masked", "sequence"])
-def test_interpolation_does_not_depend_on_micro_batches_or_parts_of_a_trajectory(loss_mode: str, correction: dict[str, Any]) -> None:
+def test_interpolation_does_not_depend_on_micro_batches_or_parts(loss_mode: str, correction: dict[str, Any]) -> None:
     config, batch = config_of("loglinear", correction, loss_mode), some_batch(2)
     whole, _, metrics = run_step(batch, config, Limits(max_tokens=1000))
     for other in (batch, in_parts(batch, 4)):

@@ -13,7 +13,7 @@ def steps(rollout: float, trainer: float, n: int = 7) -> list[dict[str, float]]:
     ("rollout", "trainer", "starts", "advises"),
     [
         (0.43, 0.01, "the engines wait 43% of a step for the trainer, which waits 1%", "from the rollout pool to the trainer's"),
-        (0.02, 0.35, "the trainer waits 35% of a step for the engines, which wait 2%", "from the trainer's pool to the rollout pool"),
+        (0.02, 0.35, "the trainer waits 35% of a step for the engines, which wait 2%", "from the trainer's pool to the rollout"),
         (0.04, 0.1, "the pools are balanced: the engines wait 4% of a step, the trainer 10%", ""),
     ],
 )
