@@ -5,10 +5,10 @@ Here trainer.* is the whole cluster and placement.pools divides it, so the two s
 at most NODE GPUs, otherwise on further nodes of the same size.
 
 Staleness. With n = trigger_parameter_sync_step batches of G groups between two syncs, verl's rollouter has at most
-(1 + staleness_threshold) * n * G groups that were admitted and not trained on when the weights change. The last of them is in batch
-ceil((1 + staleness_threshold) * n) after that sync, and the weights before its update are one version less newer than those that
-sampled it: max_staleness = ceil((1 + staleness_threshold) * n) - 1, the same bound on groups in whole batches. For n = 1 a threshold
-of 0 is synchronous and 1 is one step off, as in verl's documentation.
+(1 + staleness_threshold) * n * G groups that were admitted and not trained on when the weights change. The last of them is in
+batch ceil((1 + staleness_threshold) * n) after that sync, so the weights before its update are newer by one version less:
+max_staleness = ceil((1 + staleness_threshold) * n) - 1, the same bound on groups in whole batches. For n = 1 a threshold of 0 is
+synchronous and 1 is one step off, as in verl's documentation.
 
 Batches. G is require_batches * ppo_mini_batch_size, and data.train_batch_size=0. rollout.total_rollout_steps counts groups.
 """

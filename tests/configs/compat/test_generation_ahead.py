@@ -95,7 +95,7 @@ def test_what_has_no_equivalent_is_refused_with_a_remedy(typed: tuple[str, ...],
     assert found.startswith(line)
 
 
-@pytest.mark.parametrize("n", [1, 3, 4])
+@pytest.mark.parametrize("n", [1, 3, 4, 10])
 @pytest.mark.parametrize("threshold", [0, 0.1, 0.25, 0.5, 1, 1.0, 2.5])
 def test_staleness_threshold_bounds_groups_as_verls_rollouter_does(threshold: float, n: int) -> None:
     """Simulated: the rollouter fills its limit after each sync, and groups are trained on in the order of their admission."""

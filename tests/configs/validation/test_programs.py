@@ -160,8 +160,8 @@ def test_defaults_and_quick_start_have_no_errors_or_notes() -> None:
             (
                 typed,
                 [
-                    f"async_training.prox_logp={prox_logp}: all tokens are of the present weights, whose log-probs are the proximal "
-                    "policy's; use recompute"
+                    f"async_training.prox_logp={prox_logp}: all tokens are of the present weights, whose log-probs are the "
+                    "proximal policy's; use recompute"
                 ],
             )
             for prox_logp, typed in (
@@ -215,8 +215,8 @@ def test_defaults_and_quick_start_have_no_errors_or_notes() -> None:
             [
                 "async_training.prox_logp=loglinear: old log-probs are interpolated in the update, and they are "
                 f"needed before by {CORRECTION}.rollout_rs; use recompute",
-                "async_training.prox_logp=loglinear: old log-probs are interpolated in the update for the weights of stale tokens; "
-                f"set {CORRECTION}.rollout_is=token (or sequence)",
+                "async_training.prox_logp=loglinear: old log-probs are interpolated in the update for the weights of stale "
+                f"tokens; set {CORRECTION}.rollout_is=token (or sequence)",
             ],
         ),
         (["async_training.mode=partial", "async_training.prox_logp=loglinear", f"{CORRECTION}.rollout_is=token"], []),

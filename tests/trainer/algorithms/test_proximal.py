@@ -267,3 +267,5 @@ def test_interpolated_log_probs_have_no_gradient_and_are_bitwise_exact_at_both_e
     assert not found.requires_grad and found.dtype == torch.float32
     assert found[:2].tolist() == [theta[0].item(), behavior[1].item()] and found[3] == 0.0
     assert float(found[2]) == pytest.approx(-1.9)
+    many, others = torch.rand(2, 1000, generator=torch.Generator().manual_seed(0)).log()
+    assert torch.equal(proximal_log_probs(many, others, torch.ones(1000), torch.ones(1000)), many)
