@@ -8,7 +8,7 @@ from contextlib import nullcontext
 
 from workers.batch import Batch
 from workers.engine.base import LossSpec, Saved, TrainEngine
-from workers.engine.weight_snapshot import WeightSnapshot
+from workers.engine.offload import WeightSnapshot
 from workers.metric import Metric, Metrics
 from workers.plan import MicroBatches
 from workers.prefixes import repeated

@@ -7,7 +7,7 @@ import torch
 
 from tests.workers.engine.fsdp.cases import assert_snapshots, exported, with_snapshots
 from tests.workers.engine.toy import toy_engine
-from workers.engine.weight_snapshot import WeightSnapshot
+from workers.engine.offload import WeightSnapshot
 
 
 @pytest.mark.parametrize(
