@@ -18,6 +18,7 @@ from typing import Any
 
 from configs.base.keys import CONFIG_DIR, ConfigError, Keys, bare_type, did_you_mean, followed, keys_of, takes_null
 from configs.base.secrets import secrets_in
+from configs.compat.generation_ahead import generation_ahead
 from configs.compat.translate import Case, as_typed, compat, parsed, read_yaml, written
 
 FLAGS = {"--help", "-h", "--hydra-help", "--resolve", "--run", "-r", "--multirun", "-m"}
@@ -28,6 +29,7 @@ TYPED_SECRET = (
     "environment variable, and set the key to '${oc.env:NAME}' if it is required"
 )
 VERL_DIRECTORY = ("trainer", "config")
+PLAIN = re.compile(r"\w+")  # values that need no quotes
 INFO_FLAGS = {"--info", "-i"}  # with an optional value
 OVERRIDE = re.compile(r"(?P<mark>\+\+|\+|~)?(?P<key>[^=@]+)(?P<package>@[^=]*)?(?:=(?P<value>.*))?", re.DOTALL)
 
@@ -79,10 +81,14 @@ def normalise(argv: Sequence[str], schema: type, root: str) -> CommandLine:
     def typed_value(name: str) -> Any:
         return parsed(name, chosen[name]["value"]) if name in chosen else None
 
+    ahead = generation_ahead(chosen, typed_value, keys)
+    problems += ahead.problems
     overrides: dict[str, str] = {}
     typed: set[str] = set()
     translated: list[tuple[str, Case]] = []
     for name, match in chosen.items():
+        if name in ahead.replaces:
+            continue
         if secrets := list(secrets_in(name, _as_value(match["value"]))):
             problems += [f"{key}: {TYPED_SECRET}" for key in secrets]
             continue
@@ -115,6 +121,9 @@ def normalise(argv: Sequence[str], schema: type, root: str) -> CommandLine:
             # The comma of the resolver ${share:...} needs quotes in Hydra's grammar.
             quote = "'" if "${share:" in str(value) else ""
             overrides[name] = f"{name}={quote}{as_typed(value)}{quote}"
+    notes += ahead.notes
+    for name, value in ahead.sets.items():
+        overrides[name] = f"{'++' if keys.is_free_form(name) else ''}{name}={written(value, PLAIN)}"
     return CommandLine(tuple(flags), tuple(overrides.values()), frozenset(typed), tuple(notes))
 
 
@@ -135,7 +144,11 @@ def normalise_tree(tree: Mapping[str, Any], schema: type, typed: Collection[str]
             foreign[name] = value
     notes: list[str] = []
     problems: list[str] = []
+    ahead = generation_ahead({*foreign, *typed}, {**native, **foreign}.get, keys)
+    problems += ahead.problems
     for name, value in foreign.items():
+        if name in ahead.replaces:
+            continue
         if keys.knows(name):
             native |= {} if name in typed or _sets_nothing(name, "", value, keys) else {name: value}
             continue
@@ -148,6 +161,8 @@ def normalise_tree(tree: Mapping[str, Any], schema: type, typed: Collection[str]
         native |= case.over(typed)
     if problems:
         raise ConfigError("\n".join(problems))
+    notes += ahead.notes
+    native = {name: value for name, value in native.items() if name not in ahead.replaces} | ahead.sets
     nested: dict[str, Any] = {}
     for name, value in native.items():
         *path, last = name.split(".")

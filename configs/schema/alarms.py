@@ -36,6 +36,9 @@ class AlarmsConfig:
     validation: AlarmConfig
     truncated: AlarmConfig
     end_token: AlarmConfig
+    staleness: AlarmConfig
+    rollout_idle: AlarmConfig
+    trainer_idle: AlarmConfig
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)

@@ -330,6 +330,7 @@ class AsyncTrainingConfig:
     oversubmit: Annotated[float, Ge(1.0)]
     max_age: Positive
     max_staleness: NonNegative
+    prox_logp: Literal["recompute", "snapshot", "loglinear"]
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)

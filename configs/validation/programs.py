@@ -337,7 +337,41 @@ def _filter_problems(config: PPOConfig) -> Iterator[str]:
         )
 
 
+def _proximal_problems(config: PPOConfig) -> Iterator[str]:
+    algorithm, correction, generation = config.algorithm, config.algorithm.rollout_correction, config.async_training
+    key = f"async_training.prox_logp={generation.prox_logp}"
+    if generation.prox_logp == "recompute":
+        return
+    if generation.mode is None or (generation.mode == "async" and generation.max_staleness == 0):
+        yield f"{key}: all tokens are of the present weights, whose log-probs are the proximal policy's; use recompute"
+        return
+    if correction.bypass_mode:
+        yield (
+            f"{key}: with algorithm.rollout_correction.bypass_mode=true the ratio is taken to the rollout's log-probs; use "
+            "recompute"
+        )
+    if generation.prox_logp != "loglinear":
+        return
+    why = "old log-probs are interpolated in the update"
+    needs = [
+        name
+        for name, is_set in (
+            ("algorithm.use_kl_in_reward", algorithm.use_kl_in_reward),
+            (f"algorithm.adv_estimator={algorithm.adv_estimator}", algorithm.adv_estimator == "optimal_token_baseline"),
+            ("algorithm.rollout_correction.rollout_rs", correction.rollout_rs is not None),
+            ("algorithm.rollout_correction.rollout_token_veto_threshold", correction.rollout_token_veto_threshold is not None),
+            ("algorithm.rollout_correction.rollout_is_batch_normalize", correction.rollout_is_batch_normalize),
+        )
+        if is_set
+    ]
+    if needs:
+        yield f"{key}: {why}, and they are needed before by {', '.join(needs)}; use recompute"
+    if correction.rollout_is is None and not correction.bypass_mode:
+        yield f"{key}: {why} for the weights of stale tokens; set algorithm.rollout_correction.rollout_is=token (or sequence)"
+
+
 def _async_problems(config: PPOConfig, place: Placement) -> Iterator[str]:
+    yield from _proximal_problems(config)
     algorithm, correction, generation = config.algorithm, config.algorithm.rollout_correction, config.async_training
     if generation.clock == "wall" and generation.mode not in ("one_step_off", "async"):
         yield (

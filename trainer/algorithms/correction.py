@@ -20,7 +20,7 @@ from torch import Tensor
 from configs.schema.ppo import RolloutCorrectionConfig
 from trainer.algorithms.correction_rules import rejection_rules, weight_bounds
 from trainer.algorithms.segments import counts_in, row_ids, sum_by
-from workers.metric import Metric, Sample, masked_extreme
+from workers.metric import Metric, Metrics, Sample, masked_extreme
 
 SAFE = 20.0
 """Clamp of |x| before exp, against overflow."""
@@ -72,7 +72,7 @@ def importance_weights(
     x = log_ratio if config.rollout_is == "token" else of_row[tokens.rows]
     # Clamp the sum, not its terms: sequence ratios multiply hundreds of tokens, and only their total must not overflow.
     raw = x.clamp(-SAFE, SAFE).exp() * tokens.mask
-    weights = raw.clamp(max=upper) if lower is None else torch.where((raw >= lower) & (raw <= upper), raw, 0.0)
+    weights = bounded(raw, lower, upper)
 
     low = 1.0 / upper if lower is None else lower
     row_means, raw_row_means = tokens.row_mean(weights), tokens.row_mean(raw)
@@ -110,6 +110,38 @@ def importance_weights(
         metrics["rollout_is_batch_norm_factor"] = factor
         weights = weights / factor
     return weights
+
+
+def bounded(ratios: Tensor, lower: float | None, upper: float) -> Tensor:
+    """Ratios truncated above (TIS) or, with a lower bound, 0 outside of both (IcePop)."""
+    return ratios.clamp(max=upper) if lower is None else torch.where((ratios >= lower) & (ratios <= upper), ratios, 0.0)
+
+
+def micro_batch_weights(
+    old_log_probs: Tensor, rollout_log_probs: Tensor, response_mask: Tensor, lengths: Tensor, config: RolloutCorrectionConfig
+) -> tuple[Tensor, Metrics]:
+    """Importance weights (T,) as those of ``rollout_correction``, from a micro-batch of complete responses, and their metrics.
+
+    For old log-probs that only the update knows (proximal.py). rollout_is_batch_normalize and rejections need the whole batch.
+    """
+    mask = response_mask.bool()
+    log_ratio = torch.where(mask, old_log_probs.double() - rollout_log_probs.double(), 0.0)
+    x = log_ratio
+    if config.rollout_is == "sequence":
+        rows = row_ids(lengths.to(x.device))
+        x = sum_by(x, rows, len(lengths))[rows]
+    lower, upper = weight_bounds(config.rollout_is_threshold)
+    raw = x.clamp(-SAFE, SAFE).exp() * mask
+    weights = bounded(raw, lower, upper)
+    low = 1.0 / upper if lower is None else lower
+    return weights.to(old_log_probs.dtype), {
+        "rollout_corr/rollout_is_mean": Metric.token_mean(weights, response_mask),
+        "rollout_corr/rollout_is_max": masked_extreme(weights, mask, "max"),
+        "rollout_corr/rollout_is_min": masked_extreme(weights, mask, "min"),
+        "rollout_corr/rollout_is_ratio_fraction_high": Metric.token_mean(raw > upper, response_mask),
+        "rollout_corr/rollout_is_ratio_fraction_low": Metric.token_mean(raw < low, response_mask),
+        "rollout_corr/kl": Metric.token_mean(-log_ratio, response_mask),
+    }
 
 
 def kept(log_ratio: Tensor, tokens: "_Tokens", config: RolloutCorrectionConfig, metrics: dict[str, float]) -> Tensor:

@@ -69,7 +69,7 @@ ADDED = {
     "reward.timeout_score": "null",
     "algorithm.gamma_over": '"token"',
     "async_training.mode": "null", "async_training.oversubmit": "1.5", "async_training.max_age": "4",
-    "async_training.max_staleness": "2", "async_training.clock": '"logical"',
+    "async_training.max_staleness": "2", "async_training.clock": '"logical"', "async_training.prox_logp": '"recompute"',
 }  # fmt: skip
 """{key: JSON value} of keys that checkpoints of earlier versions lack; the value reproduces the behaviour of those versions."""
 

@@ -62,17 +62,26 @@ class RemoteModel:
         self.mesh = mesh_of(watchdog.call(group, "start", f"start of {role}", building))
         group.register_mesh(role, self.mesh)
 
-    def forward(self, batch: Batch, outputs: Sequence[str], *, limits: Limits | None = None, adapter: bool = True) -> Batch:
+    def forward(
+        self,
+        batch: Batch,
+        outputs: Sequence[str],
+        *,
+        limits: Limits | None = None,
+        adapter: bool = True,
+        snapshot: bool = False,
+    ) -> Batch:
         """Columns ``outputs`` for every row of ``batch``, without gradient; see TrainEngine.forward.
 
-        limits: largest micro-batch; None: forward_limits. adapter: False switches the LoRA adapter off.
+        limits: largest micro-batch; None: forward_limits. adapter: False switches the LoRA adapter off. snapshot: with the
+        weights of the last ``take_snapshot``.
         """
         batch, shared = self._with_prefixes(batch)
         plan = self._plan(shared, limits or self.forward_limits)
         # Other columns would travel to every rank without being read.
         needed = batch.only(tokens=["input_ids", "response_mask"], rows=sorted(SHARING & batch.rows.keys()))
         cuts = sharded(plan.micro_batches)
-        call = role_call(self.role, ModelRole.forward, sharded(plan.split(needed)), cuts, list(outputs), adapter)
+        call = role_call(self.role, ModelRole.forward, sharded(plan.split(needed)), cuts, list(outputs), adapter, snapshot)
         # The ranks that answer are those whose engine returns a batch, see Worker.build_model.
         return plan.collect(cast(list[Batch], self._call("forward", plan, needed, call)))
 
@@ -122,6 +131,11 @@ class RemoteModel:
         """Model FLOPs of the train steps since the last call, summed over all ranks."""
         flops, self._flops = self._flops, 0.0
         return flops
+
+    def take_snapshot(self) -> None:
+        """Copy the trained weights to the host, for ``forward``; the copy replaces an earlier one."""
+        call = role_call(self.role, ModelRole.take_snapshot)
+        self.watchdog.call(self.group, "sync", f"snapshot of {self.role}", call)
 
     def save(self, path: str, *, background: bool = False) -> None:
         """Write a checkpoint to the directory ``path``; ``saved`` returns the outcome.

@@ -177,6 +177,14 @@ def staged_bytes(config: PPOConfig, place: Placement, models: dict[str, Measured
     return sum(role.checkpoint() for role in memory_roles(config, place, shapes).values()) / config.trainer.nnodes
 
 
+def snapshot_bytes(config: PPOConfig, place: Placement, models: dict[str, MeasuredModel]) -> float:
+    """Bytes of host memory per node of the actor's weights at the last sync; 0 without them or for unknown models."""
+    shapes = {key: model.shape for key, model in models.items() if model.shape is not None}
+    if config.async_training.prox_logp != "snapshot" or shapes.keys() != models.keys():
+        return 0.0
+    return memory_roles(config, place, shapes)["actor_rollout_ref.actor"].snapshot() / place.pool("actor").nnodes
+
+
 def written_lines(config: PPOConfig, run_dir: Path, resume: Checkpoint | None, staged: float) -> Iterator[str]:
     trainer = config.trainer
     yield f"what is written, into {run_dir}"
@@ -211,6 +219,8 @@ def memory_lines(config: PPOConfig, place: Placement, models: dict[str, Measured
     if unknown := sorted(key for key, model in models.items() if model.shape is None):
         yield f"  none: it is for dense decoders, and {', '.join(unknown)} is none"
     yield from (f"  {use.pool:<12}{use.phase:<26}{of_gpu(use)}" for use in uses_of(config, place, models))
+    if kept := snapshot_bytes(config, place, models):
+        yield f"  in the host's memory: {kept / GB:.3g} GB on each of the actor's nodes (async_training.prox_logp=snapshot)"
     if config.trainer.device == "cuda" and torch.cuda.device_count() < config.trainer.n_gpus_per_node:
         wanted = f"trainer.n_gpus_per_node={config.trainer.n_gpus_per_node}"
         yield f"  {wanted}: this machine has {torch.cuda.device_count()} CUDA devices, so the run must start on another"
@@ -235,8 +245,8 @@ def doubts(config: PPOConfig, place: Placement, models: dict[str, MeasuredModel]
     fullest = max(uses_of(config, place, models), key=lambda use: use.bytes or 0.0, default=None)
     if room is not None and fullest is not None and (fullest.bytes or 0.0) > room:
         yield f"more than there is: {fullest.phase} in pool {fullest.pool}, and a worker here has {room / GB:.4g} GB"
-    staged = staged_bytes(config, place, models)
-    if staged and staged > (usable := usable_memory(host_memory())):
+    staged, kept = staged_bytes(config, place, models), snapshot_bytes(config, place, models)
+    if staged and staged > (usable := usable_memory(host_memory()) - kept):
         copies = f"copies of {staged / GB:.3g} GB, and this host's memory has room for {max(usable, 0.0) / GB:.3g} GB"
         yield f"training would wait for each checkpoint to be written: {copies}"
 

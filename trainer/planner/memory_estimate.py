@@ -83,6 +83,15 @@ class Role:
         # 3 of the 4 numbers per weight that ``adapter`` counts: gradients are not saved.
         return 0.75 * self.adapter if self.adapter else 3.0 * kept * self.shape.parameters
 
+    def snapshot(self) -> float:
+        """Bytes that a copy of the trained weights takes, over all GPUs."""
+        if self.learns is None:
+            return 0.0
+        sharding = self.config.sharding
+        kept = BYTES[sharding.model_dtype if isinstance(sharding, FSDPConfig) else sharding.dtype]
+        # One of the 4 numbers per weight that ``adapter`` counts.
+        return 0.25 * self.adapter if self.adapter else float(kept * self.shape.parameters)
+
     def at_rest(self) -> float:
         """Bytes that stay on the GPU while other roles work."""
         sharding = self.config.sharding

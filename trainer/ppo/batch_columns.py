@@ -14,6 +14,7 @@ from workers.batch import Batch
 
 COMPUTED_COLUMNS = (
     "old_log_probs", "old_all_log_probs", "sum_pi_squared", "ref_log_probs", "ref_all_log_probs", "values", "last_value",
+    "staleness",
 )  # fmt: skip
 """Columns computed by forward passes over the responses; absent from a batch as it was generated and scored."""
 

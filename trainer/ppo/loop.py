@@ -43,7 +43,7 @@ from trainer.rollout.validation import Validation
 from trainer.run.errors import CheckFailed
 from trainer.run.run_dir import START, write_atomic
 from trainer.run.timing import Start, sentence
-from trainer.tracking.metrics import data_metrics, peak_flops, performance_metrics, reward_metrics
+from trainer.tracking.metrics import data_metrics, idle_metrics, peak_flops, performance_metrics, reward_metrics
 from trainer.tracking.token_dump import ResponseLog
 from workers.batch import Batch
 from workers.controller.logs import tell
@@ -202,18 +202,24 @@ class Loop:
         """Log-probs of the policy before the update, and the columns that the estimator and the KL in the reward need.
 
         Bypass mode uses the rollout engine's log-probs. Returns no columns if the forward pass of the single update serves as the
-        old policy (see old_log_probs_come_from_update).
+        old policy (see old_log_probs_come_from_update). async_training.prox_logp: snapshot takes the weights of the last sync,
+        loglinear returns the staleness of each token in steps, with which the update interpolates (proximal.py).
         """
-        algorithm = self.config.algorithm
+        algorithm, prox_logp = self.config.algorithm, self.config.async_training.prox_logp
         if algorithm.rollout_correction.bypass_mode:
             return Batch(batch.lengths, tokens={"old_log_probs": batch.tokens["rollout_log_probs"]})
+        if prox_logp == "loglinear":
+            return Batch(batch.lengths, tokens={"staleness": self.trainer.step - batch.tokens["weight_version"]})
         if old_log_probs_come_from_update(self.config):
             return Batch(batch.lengths)
         outputs = {"log_probs"} | (ADVANTAGES.needs(algorithm.adv_estimator) & {"sum_pi_squared"})
         if algorithm.use_kl_in_reward:
             outputs |= {kl.columns(algorithm.kl_penalty)}
         with self.trainer.phases("old_log_prob"):
-            found = self.actor.forward(batch, sorted(outputs))
+            # Without an update since the sync both are the same weights.
+            is_older = prox_logp == "snapshot" and self.rollout.version != self.trainer.step
+            forward = partial(self.actor.forward, snapshot=True) if is_older else self.actor.forward
+            found = forward(batch, sorted(outputs))
         return renamed(found, log_probs="old_log_probs", all_log_probs="old_all_log_probs")
 
     def correction(self, batch: Batch) -> Batch:
@@ -225,10 +231,11 @@ class Loop:
         config, tokens = self.config.algorithm.rollout_correction, batch.tokens
         if config.bypass_mode or "old_log_probs" not in tokens:
             return Batch(batch.lengths)
-        # Of tokens that the present weights sampled: older ones differ because the policy has changed. A replayed batch of an
-        # earlier program has no versions.
+        # Of tokens that the weights of the old log-probs sampled: others differ because the policy has changed. A replayed batch
+        # of an earlier program has no versions.
         versions = tokens.get("weight_version")
-        fresh = tokens["response_mask"] if versions is None else tokens["response_mask"] * (versions == self.rollout.version)
+        version = self.rollout.version if self.config.async_training.prox_logp == "snapshot" else self.trainer.step
+        fresh = tokens["response_mask"] if versions is None else tokens["response_mask"] * (versions == version)
         if fresh.any():
             self.trainer.metrics |= plain_numbers(mismatch(tokens["old_log_probs"], tokens["rollout_log_probs"], fresh))
         if not is_enabled(config):
@@ -330,6 +337,8 @@ class Loop:
         """Transfer the actor's weights to the rollout engine; sampled tokens record ``step`` as their weight_version."""
         with self.trainer.phases("sync"):
             self.trainer.metrics |= plain_numbers(self.rollout.sync_weights(step))
+            if self.config.async_training.prox_logp == "snapshot":
+                self.actor.take_snapshot()
 
     def after(self, step: int, batch: Batch) -> None:
         """Collect metrics, validate, log and save. A diverged run is stopped or rolled back here."""
@@ -361,6 +370,7 @@ class Loop:
         flops = {f"update_{role}": model.take_flops() for role, model in self.trainer.models.items()}
         # A model that was not updated in this step (critic warm-up) has no phase and no MFU.
         flops = {phase: count for phase, count in flops.items() if phase in seconds}
+        idle = self.trainer.metrics.get("timing_s/rollout_idle")
         gpus = {f"update_{role}": model.group.world_size for role, model in self.trainer.models.items()}
         return performance_metrics(
             batch,
@@ -369,7 +379,7 @@ class Loop:
             flops=flops,
             peak=peak_flops(self.config.trainer.device),
             gpus_of={phase: gpus[phase] for phase in flops},
-        )
+        ) | ({} if idle is None else idle_metrics(seconds, idle))
 
     def roll_back(self, alarm: Alarm) -> None:
         """Continue from the last checkpoint before divergence, with fresh prompts and seeds, in the same workers.
@@ -430,7 +440,8 @@ def old_log_probs_come_from_update(config: PPOConfig) -> bool:
 
 def has_old_log_probs(config: PPOConfig) -> bool:
     """Whether the batch contains old log-probs computed by the trainer before the update."""
-    return not (config.algorithm.rollout_correction.bypass_mode or old_log_probs_come_from_update(config))
+    interpolated = config.async_training.prox_logp == "loglinear"
+    return not (config.algorithm.rollout_correction.bypass_mode or interpolated or old_log_probs_come_from_update(config))
 
 
 def under(role: str, metrics: dict[str, float]) -> dict[str, float]:

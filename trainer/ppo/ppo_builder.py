@@ -383,7 +383,8 @@ class Assembly:
             columns=loss.columns if self.ptx is None else (*loss.columns, "ptx"),
             prepare=loss.prepare if loss.needs_preparation else None,
             extend=self.ptx.extend if self.ptx is not None else None,
-            needs_trajectory="trajectory" in loss.config.needs,
+            needs_trajectory=loss.config.needs_trajectory,
+            interpolates=loss.config.interpolates,
         )
 
     def critic_update(self) -> UpdateSpec:

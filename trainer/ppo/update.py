@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from configs.schema.common import AggMode
+from trainer.algorithms.proximal import interpolation
 from trainer.algorithms.trajectories import PART, Trajectories
 from trainer.algorithms.weights import token_weights
 from trainer.cluster.remote import RemoteModel
@@ -29,7 +30,8 @@ class UpdateSpec:
     groups: prompt groups per mini-batch. columns: token columns that the loss reads. norm_length: divisor of
     seq-mean-token-sum-norm, in tokens. prepare: None for a loss that needs no statistics of the mini-batch. extend: appends rows
     with their own loss weights to a mini-batch (auxiliary pretraining loss); None: no such rows. needs_trajectory: the loss gets
-    all rows of a trajectory in one micro-batch.
+    all rows of a trajectory in one micro-batch. interpolates: mini-batches get the column prox_alpha, made of the batch's column
+    staleness (proximal.py).
     """
 
     epochs: int
@@ -42,6 +44,7 @@ class UpdateSpec:
     prepare: Prepare | None = None
     extend: Callable[[Batch], Batch] | None = None
     needs_trajectory: bool = False
+    interpolates: bool = False
 
     def updates_a_step(self, prompts: int) -> int:
         """Number of optimizer steps in a training step of ``prompts`` prompts."""
@@ -60,8 +63,14 @@ def update(model: RemoteModel, batch: Batch, spec: UpdateSpec, step: int, watch:
     for epoch in range(spec.epochs):
         # A function of step and epoch: a resumed run shuffles as the interrupted one would have.
         seed = seed_of(spec.seed, "mini_batch", step, epoch) if spec.shuffle else None
-        for index, rows in enumerate(mini_batches(uids, spec.groups, seed=seed, groups=prompt_groups)):
+        cuts = mini_batches(uids, spec.groups, seed=seed, groups=prompt_groups)
+        for index, rows in enumerate(cuts):
             mini, loss_metrics = batch if len(rows) == len(batch) else batch.select(rows), dict[str, float]()
+            if spec.interpolates:
+                # A skipped update has not moved the policy away from the proximal one.
+                applied = sum(not metrics["skipped_updates"] for metrics in history)
+                alpha = interpolation(mini.tokens["staleness"], applied / (spec.epochs * len(cuts)))
+                mini = mini.with_tokens(prox_alpha=alpha)
             if spec.prepare is not None:
                 # The forward pass runs here, not before the epochs: earlier mini-batches have already changed the weights.
                 generator = torch.Generator().manual_seed(seed_of(spec.seed, "prepare", step, epoch, index))
@@ -78,8 +87,8 @@ def update(model: RemoteModel, batch: Batch, spec: UpdateSpec, step: int, watch:
             units = "trajectory" if named and spec.needs_trajectory else None
             history.append(plain_numbers(model.train_step(mini, spec.columns, rows=named, units=units)) | loss_metrics)
             watch(mini, history[-1])
-    applied = [metrics for metrics in history if not metrics["skipped_updates"]]
-    return _means(applied or history) | {"skipped_updates": float(len(history) - len(applied))}
+    kept = [metrics for metrics in history if not metrics["skipped_updates"]]
+    return _means(kept or history) | {"skipped_updates": float(len(history) - len(kept))}
 
 
 def _means(history: Sequence[dict[str, float]]) -> dict[str, float]:

@@ -20,6 +20,7 @@ import yaml
 
 from trainer.report.charts import Chart, Curve, Lanes, Stack, draw, lanes, stack
 from trainer.report.page import render
+from trainer.report.pool_balance import balance_line
 from trainer.run.logger import Sample
 from trainer.run.run_dir import (
     ANSWERS,
@@ -111,6 +112,8 @@ CURVES = (
         "loss or gradient not finite",
         (("actor/skipped_updates", "actor"), ("critic/skipped_updates", "critic"), ("train/skipped_updates", "model")),
     ),
+    CurveSpec("Staleness", "versions, of trained tokens", (("rollout/staleness/mean", "mean"), ("rollout/staleness/max", "max"))),
+    CurveSpec("Idle pools", "share of the step", (("perf/rollout_idle", "engines"), ("perf/trainer_idle", "trainer"))),
     CurveSpec("Learning rate", "", (("actor/lr", "actor"), ("critic/lr", "critic"), ("train/lr", "model")), exact=True),
     CurveSpec("Throughput", "tokens a second and GPU", (("perf/throughput", "tokens/s"),)),
 )
@@ -134,12 +137,15 @@ class ResponsePair:
 
 
 def finish(run_dir: Path) -> None:
-    """Write the final report, whether the run succeeded or failed, and print held-out accuracy and the path of the report."""
-    path, series = write_report(run_dir), series_of(read_metrics(run_dir))
+    """Write the final report, whether the run succeeded or failed; print held-out accuracy, balance of pools, and its path."""
+    path, steps = write_report(run_dir), read_metrics(run_dir)
+    series = series_of(steps)
     if ACCURACY in series:
         accuracies = series[ACCURACY][1]
         of = f" ({series[PROBLEMS][1][-1]:g} problems)" if PROBLEMS in series else ""  # a reward model's is of pairs
         print(f"held-out accuracy: {accuracies[0]:.2f} -> {accuracies[-1]:.2f}{of}")
+    if (line := balance_line(steps)) is not None:
+        print(f"balance: {line}")
     print(f"report: {path}")
 
 
@@ -163,6 +169,7 @@ def write_report(run_dir: Path) -> Path:
         facts=facts_of(steps, series),
         failed=sum(series["reward/failed"][1]) if "reward/failed" in series else 0,
         charts=charts_of(series, reward_curves(config, series)),
+        balance=balance_line(steps),
         shares=shares,
         columns=columns,
         timeline=timeline_of(timeline, colors),

@@ -337,6 +337,27 @@ END_TOKEN = AlarmRule(
     "end_token", level(END_TOKENS), "the number of end tokens that the model can write", NO_END_TOKEN, below=True
 )
 
+STALENESS = AlarmRule(
+    "staleness",
+    level("rollout/staleness/mean"),
+    "rollout/staleness/mean",
+    "tokens are of old weights: lower async_training.max_staleness (async) or max_age (partial), or keep fewer groups in flight "
+    "(async_training.oversubmit)",
+)
+ROLLOUT_IDLE = AlarmRule(
+    "rollout_idle",
+    level("perf/rollout_idle"),
+    "perf/rollout_idle",
+    "the engines wait for the trainer: move GPUs from the rollout pool to the trainer's (placement.pools)",
+)
+TRAINER_IDLE = AlarmRule(
+    "trainer_idle",
+    level("perf/trainer_idle"),
+    "perf/trainer_idle",
+    "the trainer waits for responses: move GPUs from its pool to the rollout pool (placement.pools), or, so that a few long "
+    "responses do not hold up a batch, use async_training.mode=async with a larger max_staleness and oversubmit",
+)
+
 
 def ref_kl(config: PPOConfig) -> AlarmRule:
     """The rule for the KL to the reference, in nats per token.
@@ -371,6 +392,9 @@ def ppo_alarms(config: PPOConfig) -> Alarms:
             (ZERO_SIGNAL, alarms.zero_signal),
             (NO_LEARNING, alarms.no_learning),
             (VALIDATION, alarms.validation),
+            (STALENESS, alarms.staleness),
+            (ROLLOUT_IDLE, alarms.rollout_idle),
+            (TRAINER_IDLE, alarms.trainer_idle),
             *([(TRUNCATED, alarms.truncated), (END_TOKEN, alarms.end_token)] if ends else []),
         ]
     )

@@ -105,7 +105,4 @@ class RolloutsAhead(PartialRollouts):
             # Not in the thread: scores of the batch that is trained on and of a validation are collected between the two.
             submitted = self._submit(sampler, taken)
         batch = self._taken(sampler, submitted, taken, step, phases, overlap)
-        sampled = batch.tokens["response_mask"].bool()
-        staleness = float(step - 1 - int(batch.tokens["weight_version"][sampled].min()))
-        metrics = batch.meta["metrics"] | {"rollout/staleness/max": staleness}
-        return batch.with_meta({"generated_tokens": int(sampled.count_nonzero()), "metrics": metrics})
+        return batch.with_meta({"generated_tokens": int(batch.tokens["response_mask"].count_nonzero())})

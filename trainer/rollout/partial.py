@@ -27,6 +27,7 @@ from trainer.rollout.remote_rollout import RolloutFlow
 from trainer.rollout.responses import prompt_batch
 from trainer.rollout.sampler import Overlap, Sampler
 from trainer.run.timing import Phases
+from trainer.tracking.metrics import staleness_metrics
 from workers.batch import Batch
 from workers.seeding import seed_of
 
@@ -191,17 +192,21 @@ class PartialRollouts:
         return sampler.with_penalties(batch)
 
     def _metrics(self, step: int, taken: Sequence[PendingGroup], batch: Batch, version: int) -> dict[str, float]:
-        """Ages of the groups in steps since their admission, with the share of each; share of tokens sampled by older weights."""
+        """Ages of the groups in steps since their admission, with the share of each; staleness of tokens; groups in flight."""
         ages = [step - group.step for group in taken]
         versions = batch.tokens["weight_version"][batch.tokens["response_mask"].bool()]
         shares = {f"rollout/age/{age}": count / len(ages) for age, count in sorted(Counter(ages).items())}
-        return shares | {
-            "rollout/age/mean": sum(ages) / len(ages),
-            "rollout/age/max": float(max(ages)),
-            "rollout/stale_tokens": float((versions < version).float().mean()),
-            "rollout/unfinished_groups": float(self.buffer.n_unfinished),
-            "rollout/waiting_groups": float(len(self.buffer) - self.buffer.n_unfinished),
-        }
+        return (
+            shares
+            | staleness_metrics(batch, step)
+            | {
+                "rollout/age/mean": sum(ages) / len(ages),
+                "rollout/age/max": float(max(ages)),
+                "rollout/stale_tokens": float((versions < version).float().mean()),
+                "rollout/unfinished_groups": float(self.buffer.n_unfinished),
+                "rollout/waiting_groups": float(len(self.buffer) - self.buffer.n_unfinished),
+            }
+        )
 
 
 class FilteredPartialRollouts(PartialRollouts):

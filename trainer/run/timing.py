@@ -20,8 +20,8 @@ WHOLE_STEP = "step"
 AFTER_STEP = ("testing", "save_checkpoint")
 """Phases outside the step: they are not part of its seconds."""
 
-WITHIN = ("verify_weights", "engine_sleep", "engine_wake", "release_memory", "gc")
-"""Times measured on workers. They are parts of other phases, so they must not be added to them."""
+WITHIN = ("verify_weights", "engine_sleep", "engine_wake", "release_memory", "gc", "rollout_idle")
+"""Times of workers. They are parts of other phases, so they must not be added to them."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -66,6 +66,32 @@ def data_metrics(batch: Batch, max_prompt_length: int) -> dict[str, float]:
     return metrics
 
 
+def staleness_metrics(batch: Batch, step: int) -> dict[str, float]:
+    """Staleness of the sampled tokens that ``step`` trains on: versions from the weights that sampled each to those before it.
+
+    batch: tokens response_mask, weight_version. ``rollout/staleness/<k>``: share of the tokens with staleness k.
+    """
+    staleness = step - 1 - batch.tokens["weight_version"][batch.tokens["response_mask"].bool()].long()
+    if not len(staleness):
+        return {}
+    values, counts = staleness.unique(return_counts=True)
+    shares = (counts.double() / len(staleness)).tolist()
+    metrics = {f"rollout/staleness/{value}": share for value, share in zip(values.tolist(), shares, strict=True)}
+    return metrics | {
+        "rollout/staleness/mean": float(staleness.double().mean()),
+        "rollout/staleness/max": float(staleness.max()),
+    }
+
+
+def idle_metrics(seconds: Mapping[str, float], rollout_idle: float) -> dict[str, float]:
+    """Shares of a step for which one pool waits for the other, with generation ahead.
+
+    seconds: by phase; ``gen`` is the time for which the trainer waits. rollout_idle: seconds for which the engines do.
+    """
+    step = seconds[WHOLE_STEP]
+    return {"perf/rollout_idle": rollout_idle / step, "perf/trainer_idle": seconds.get("gen", 0.0) / step}
+
+
 def reward_metrics(batch: Batch, data_sources: Collection[str]) -> dict[str, float]:
     """Additional numbers that the reward function returned, and scores by data source if there are several; by trajectory.
 

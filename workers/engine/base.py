@@ -206,6 +206,12 @@ class TrainEngine(ABC):
         """Hugging Face names to the tensors that are trained, without a copy, if nothing is sharded; else None."""
 
     @abstractmethod
+    def trained_tensors(self) -> list[Tensor]:
+        """This rank's parts of the trained parameters, which optimizer steps change in place; all of these are views or shards
+        that the engine computes with.
+        """
+
+    @abstractmethod
     def move(
         self,
         *,

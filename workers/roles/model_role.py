@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from concurrent.futures import Future, wait
+from contextlib import nullcontext
 
 from workers.batch import Batch
 from workers.engine.base import LossSpec, Saved, TrainEngine
+from workers.engine.offload import WeightSnapshot
 from workers.metric import Metric, Metrics
 from workers.plan import MicroBatches
 from workers.prefixes import repeated
@@ -25,11 +27,18 @@ class ModelRole:
         self.memory_scheduler = memory_scheduler
         self.saving: Future[Saved] | None = None
         self.sender: Sender | None = None
+        self.snapshot = WeightSnapshot(engine)
 
-    def forward(self, batch: Batch, plan: MicroBatches, outputs: list[str], adapter: bool) -> Batch | None:
-        """Columns ``outputs`` of this rank's rows, without gradient; see TrainEngine.forward."""
+    def forward(self, batch: Batch, plan: MicroBatches, outputs: list[str], adapter: bool, snapshot: bool) -> Batch | None:
+        """Columns ``outputs`` of this rank's rows, without gradient; see TrainEngine.forward. snapshot: see take_snapshot."""
         self.memory_scheduler.enter("forward", self.name)
-        return self.engine.forward(batch, plan, set(outputs), adapter=adapter)
+        with self.snapshot.swapped_in() if snapshot else nullcontext():
+            return self.engine.forward(batch, plan, set(outputs), adapter=adapter)
+
+    def take_snapshot(self) -> None:
+        """Copy this rank's part of the trained weights to the host, for ``forward``; the copy replaces an earlier one."""
+        with self.memory_scheduler.parameters_on_device(self.name):
+            self.snapshot.take()
 
     def train_step(self, batch: Batch, plan: MicroBatches) -> Metrics:
         """One optimizer step on this rank's rows of a mini-batch; see TrainEngine.train_step. Adds the metric flops."""

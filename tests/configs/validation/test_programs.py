@@ -11,6 +11,7 @@ from configs.validation.programs import check_generation, check_ppo, check_sft
 
 ACTOR, ROLLOUT, REF = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.ref"
 FILTER, OVERLONG = "algorithm.filter_groups", "reward.reward_kwargs.overlong_buffer_cfg"
+CORRECTION = "algorithm.rollout_correction"
 WORKERS = "8 workers (trainer.nnodes * trainer.n_gpus_per_node = 1 * 8)"
 TOO_SMALL = "a micro-batch of {} tokens cannot hold the longest row"
 LONGEST = "data.max_prompt_length + data.max_response_length = 512 + 512 = 1024"
@@ -193,6 +194,70 @@ def test_defaults_and_quick_start_have_no_errors_or_notes() -> None:
                 "reward; use placement.layout=split, or custom with a pool for placement.roles.rollout alone",
             ],
         ),
+        *[
+            (
+                typed,
+                [
+                    f"async_training.prox_logp={prox_logp}: all tokens are of the present weights, whose log-probs are the "
+                    "proximal policy's; use recompute"
+                ],
+            )
+            for prox_logp, typed in (
+                ("snapshot", ["async_training.prox_logp=snapshot"]),
+                (
+                    "loglinear",
+                    ["async_training.prox_logp=loglinear", "async_training.mode=async", "async_training.max_staleness=0"],
+                ),
+            )
+        ],
+        (
+            ["async_training.mode=partial", "async_training.prox_logp=snapshot", f"{CORRECTION}.bypass_mode=true"],
+            [
+                f"async_training.prox_logp=snapshot: with {CORRECTION}.bypass_mode=true the ratio is taken to the rollout's "
+                "log-probs; use recompute"
+            ],
+        ),
+        (
+            [
+                "async_training.mode=partial",
+                "async_training.prox_logp=snapshot",
+                f"{CORRECTION}.rollout_rs=token_k1",
+                f"{CORRECTION}.rollout_rs_threshold=2.0",
+            ],
+            [],
+        ),
+        (
+            [
+                "async_training.mode=partial",
+                "async_training.prox_logp=loglinear",
+                f"{CORRECTION}.rollout_is=sequence",
+                f"{CORRECTION}.rollout_rs=token_k1",
+                f"{CORRECTION}.rollout_rs_threshold=2.0",
+                "algorithm.use_kl_in_reward=true",
+                f"{CORRECTION}.rollout_is_batch_normalize=true",
+                f"{CORRECTION}.rollout_token_veto_threshold=1e-4",
+            ],
+            [
+                "async_training.prox_logp=loglinear: old log-probs are interpolated in the update, and they are needed before by "
+                f"algorithm.use_kl_in_reward, {CORRECTION}.rollout_rs, {CORRECTION}.rollout_token_veto_threshold, "
+                f"{CORRECTION}.rollout_is_batch_normalize; use recompute"
+            ],
+        ),
+        (
+            [
+                "async_training.mode=partial",
+                "async_training.prox_logp=loglinear",
+                f"{CORRECTION}.rollout_rs=token_k1",
+                f"{CORRECTION}.rollout_rs_threshold=2.0",
+            ],
+            [
+                "async_training.prox_logp=loglinear: old log-probs are interpolated in the update, and they are "
+                f"needed before by {CORRECTION}.rollout_rs; use recompute",
+                "async_training.prox_logp=loglinear: old log-probs are interpolated in the update for the weights of stale "
+                f"tokens; set {CORRECTION}.rollout_is=token (or sequence)",
+            ],
+        ),
+        (["async_training.mode=partial", "async_training.prox_logp=loglinear", f"{CORRECTION}.rollout_is=token"], []),
         (
             ["data.gen_batch_size=2048"],
             [

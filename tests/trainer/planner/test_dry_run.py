@@ -68,6 +68,21 @@ def test_host_memory_for_the_copy_of_a_checkpoint_is_planned(
     assert "training would wait for each checkpoint to be written: copies of " in plan(task, tmp_path / "plan", capsys, *saving)
 
 
+def test_host_memory_for_a_snapshot_of_the_weights_is_planned(
+    task: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ahead = (
+        "algorithm=grpo", "placement=split", "trainer.backend=ray", "trainer.n_gpus_per_node=2", "async_training.mode=async",
+        "actor_rollout_ref.actor.use_kl_loss=false", "algorithm.rollout_correction.rollout_is=token",
+    )  # fmt: skip
+    output = plan(task, tmp_path / "plan", capsys, *ahead, "async_training.prox_logp=snapshot")
+    found = re.search(r"in the host's memory: ([\d.e+-]+) GB on each of the actor's nodes", output)
+    with safe_open(task / "base" / "model.safetensors", "pt") as weights:
+        size = sum(weights.get_tensor(name).numel() * 4 for name in list(weights.keys()))
+    assert found is not None and float(found[1]) * 1e9 == pytest.approx(size, rel=0.01)
+    assert "in the host's memory" not in plan(task, tmp_path / "plan", capsys, *ahead)
+
+
 def test_plan_states_what_the_run_would_do(
     task: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

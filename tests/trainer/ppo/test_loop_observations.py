@@ -178,7 +178,7 @@ def run_step(batch: Batch, config: PPOConfig, critic_mode: AggMode, ranks: int =
     """
     algorithm = config.algorithm
     loop = cast(Loop, SimpleNamespace(
-        config=config, trainer=SimpleNamespace(phases=Phases(), metrics={}), kl=KLController.start(algorithm.kl_ctrl),
+        config=config, trainer=SimpleNamespace(phases=Phases(), metrics={}, step=0), kl=KLController.start(algorithm.kl_ctrl),
         rollout=SimpleNamespace(version=0),
     ))  # fmt: skip
     batch = batch.with_tokens(token_level_scores=token_rewards(batch, batch.rows["reward"]))

@@ -42,6 +42,8 @@ def healthy(steps: int, seed: int = 0, **changes: Any) -> list[dict[str, float]]
         "reward/failed_share": draw.uniform(0, 0.04, steps), "training/zero_signal_groups": draw.uniform(0, 0.9, steps),
         "val/accuracy": np.linspace(0.1, 0.9, steps), "val/accuracy_std": np.full(steps, 0.5),
         "val/accuracy_min": np.zeros(steps), "val/problems": np.full(steps, 200.0),
+        "rollout/staleness/mean": draw.uniform(0, 2, steps), "perf/rollout_idle": draw.uniform(0, 0.45, steps),
+        "perf/trainer_idle": draw.uniform(0, 0.45, steps),
     }  # fmt: skip
     columns |= changes
     return [{name: float(column[i]) for name, column in columns.items() if column[i] is not None} for i in range(steps)]
@@ -72,6 +74,9 @@ DIVERGED: dict[str, tuple[dict[str, Any], int]] = {
     "validation": ({"val/accuracy": step_change(40, 20, 0.53, 0.004)}, 21),
     "truncated": ({"response_length/clip_ratio": np.full(40, 0.97)}, 5),  # from the first step on
     "end_token": ({END_TOKENS: np.zeros(40)}, 1),
+    "staleness": ({"rollout/staleness/mean": step_change(40, 20, 1.0, 4.5)}, 25),
+    "rollout_idle": ({"perf/rollout_idle": step_change(40, 20, 0.1, 0.6)}, 30),
+    "trainer_idle": ({"perf/trainer_idle": step_change(40, 20, 0.1, 0.6)}, 30),
 }
 
 

@@ -132,6 +132,8 @@ def test_every_ordinal_is_trained_once_and_never_staler_than_the_bound(seed: int
             assert len(run.buffer.complete()) >= groups, "the next batch is there"
             versions = batch.tokens["weight_version"][batch.tokens["response_mask"].bool()]
             assert staleness(batch) == run.step - 1 - int(versions.min()) <= bound
+            shares = [batch.meta["metrics"].get(f"rollout/staleness/{k}", 0.0) for k in range(bound + 1)]
+            assert shares == [float((versions == run.step - 1 - k).double().mean()) for k in range(bound + 1)]
             assert same(batch, batches[run.step - 1])
             if run.step % save_freq == 0:
                 saved = run.state, [*trained]

@@ -77,6 +77,13 @@ def test_run_has_the_numbers_of_a_sequential_loop_and_resumes_bitwise(
 
     whole = run_ppo(task, tmp_path / "whole", *options("whole"))
     staleness = [step["rollout/staleness/max"] for step in whole]
+    for step in whole:
+        assert sum(value for name, value in step.items() if re.fullmatch(r"rollout/staleness/\d+", name)) == pytest.approx(1)
+        # Nothing is generated ahead in the last step, so no engine waits.
+        assert ("perf/rollout_idle" in step) == ("timing_s/rollout_idle" in step) == (step is not whole[-1])
+        if step is not whole[-1]:
+            assert step["perf/rollout_idle"] == pytest.approx(step["timing_s/rollout_idle"] / step["timing_s/step"])
+            assert step["perf/trainer_idle"] == pytest.approx(step["timing_s/gen"] / step["timing_s/step"])
     assert staleness[:2] == [0, 1] and max(staleness) == (1 if mode == "one step off" else 2)
     groups = []
     for step in range(1, 6):
@@ -210,3 +217,26 @@ def test_replica_that_dies_during_an_update_is_replaced_after_it_without_a_resta
     assert replaced.startswith(f"replica {replicas - 1} of rollout was replaced, 1 of 1: ")
     # What the replica had is sampled by the weights after the update: directly if no other one generated it.
     assert replicas == 2 or versions_of(run_dir, step + 1)[-1] == step
+
+
+@pytest.mark.parametrize("prox_logp", ["loglinear", pytest.param("snapshot", marks=pytest.mark.soak)])
+def test_run_with_another_proximal_policy_repeats_and_resumes_bitwise(
+    prox_logp: str, task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """snapshot: with a sync after every second step only, which is when checkpoints are written."""
+    options = (
+        *AHEAD, *MODES["staleness 2"], f"async_training.prox_logp={prox_logp}", "trainer.total_training_steps=4",
+        "trainer.save_freq=2", "actor_rollout_ref.actor.ppo_mini_batch_size=2", "actor_rollout_ref.actor.optim.lr=0.01",
+    )  # fmt: skip
+    sync = Loop.sync_weights
+    if prox_logp == "snapshot":
+        monkeypatch.setattr(Loop, "sync_weights", lambda loop, step: None if step % 2 else sync(loop, step))
+    whole = run_ppo(task, tmp_path / "whole", *options)
+    path = ("trainer.resume_mode=resume_path", f"trainer.resume_from_path={tmp_path / 'whole' / 'global_step_2'}")
+    assert repeatable(run_ppo(task, tmp_path / "resumed", *options, *path)) == repeatable(whole[2:])
+    assert ("timing_s/old_log_prob" in whole[0]) == (prox_logp == "snapshot")
+    assert all(step["rollout_corr/rollout_is_mean"] > 0 for step in whole)
+    if prox_logp == "snapshot":
+        recomputed = run_ppo(task, tmp_path / "recomputed", *options, "async_training.prox_logp=recompute")
+        same = [a == b for a, b in zip(repeatable(recomputed), repeatable(whole), strict=True)]
+        assert same[0] and not same[1], "the first step's weights are those of the sync, the second step's are not"

@@ -11,10 +11,12 @@ from trainer.tracking import metrics
 from trainer.tracking.metrics import (
     data_metrics,
     gpu_names,
+    idle_metrics,
     peak_flops,
     peak_flops_of,
     performance_metrics,
     reward_metrics,
+    staleness_metrics,
     validation_metrics,
 )
 from workers.batch import Batch
@@ -248,3 +250,21 @@ def test_cpu_peak_is_measured_once_with_one_thread() -> None:
         torch.set_num_threads(1)  # as for every test
     assert first is not None and 1e8 < first < 1e13
     assert peak_flops("cpu") == first
+
+
+def test_staleness_of_sampled_tokens_is_a_histogram_with_mean_and_maximum() -> None:
+    """Step 9 trains on weights of version 8. Versions of prompts mean nothing."""
+    mask = torch.tensor([0.0, 1.0, 1.0, 1.0, 0.0, 1.0, 1.0])
+    versions = torch.tensor([0, 8, 7, 5, 0, 8, 8], dtype=torch.int32)
+    batch = Batch(torch.tensor([4, 3]), {"response_mask": mask, "weight_version": versions})
+    found = staleness_metrics(batch, 9)
+    assert found == {
+        "rollout/staleness/0": 0.6, "rollout/staleness/1": 0.2, "rollout/staleness/3": 0.2,
+        "rollout/staleness/mean": pytest.approx(0.8), "rollout/staleness/max": 3.0,
+    }  # fmt: skip
+    assert staleness_metrics(batch.with_tokens(response_mask=torch.zeros(7)), 9) == {}
+
+
+def test_idle_time_of_each_pool_is_a_share_of_the_step() -> None:
+    assert idle_metrics({"step": 8.0, "gen": 2.0}, 0.0) == {"perf/rollout_idle": 0.0, "perf/trainer_idle": 0.25}
+    assert idle_metrics({"step": 8.0}, 6.0) == {"perf/rollout_idle": 0.75, "perf/trainer_idle": 0.0}

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from configs.schema.ppo import ActorConfig, PPOConfig, RolloutCorrectionConfig
 from trainer.algorithms import kl
-from trainer.algorithms.correction import is_enabled, mismatch, rollout_correction
+from trainer.algorithms.correction import is_enabled, micro_batch_weights, mismatch, rollout_correction
 from trainer.algorithms.policy_losses import POLICY_LOSSES, PolicyLossFn, PolicyLossInputs
+from trainer.algorithms.proximal import proximal_log_probs
 from trainer.algorithms.trajectories import Trajectories
 from workers.batch import Batch
 from workers.metric import Metric, Metrics
@@ -23,7 +24,7 @@ class ActorLossConfig:
 
     policy_loss: the function object, so that one defined in a user's file reaches every worker. needs, prepare: its
     registration. old_log_probs_from_update: the update is on-policy (one mini-batch, one epoch), so the log-probs of its own
-    forward pass serve as the old log-probs.
+    forward pass serve as the old log-probs. interpolates: old log-probs are interpolated in the update (proximal.py).
     """
 
     actor: ActorConfig
@@ -32,6 +33,7 @@ class ActorLossConfig:
     needs: frozenset[str]
     prepare: Callable[..., Tensor] | None
     old_log_probs_from_update: bool
+    interpolates: bool = False
 
     @classmethod
     def of(cls, config: PPOConfig, *, old_log_probs_from_update: bool) -> ActorLossConfig:
@@ -47,7 +49,14 @@ class ActorLossConfig:
             POLICY_LOSSES.needs(name),
             POLICY_LOSSES.prepare(name),
             old_log_probs_from_update,
+            interpolates=config.async_training.prox_logp == "loglinear",
         )
+
+    @property
+    def needs_trajectory(self) -> bool:
+        """Whether a micro-batch must have all rows of a trajectory."""
+        # Weights by sequence are computed before the update otherwise, over the whole batch.
+        return "trajectory" in self.needs or (self.interpolates and self.correction.rollout_is == "sequence")
 
 
 class ActorLoss:
@@ -72,11 +81,16 @@ class ActorLoss:
             self.recomputes_correction and correction.loss_type == "reinforce" and correction.rollout_is is not None
         )
         self.needs_preparation = config.prepare is not None or self.recomputes_correction
+        if config.interpolates:
+            old, has_weights = ["rollout_log_probs", "prox_alpha", "staleness"], False
+        else:
+            old = ["rollout_log_probs" if config.old_log_probs_from_update else "old_log_probs"]
+            has_weights = self.recomputes_weights or (correction.rollout_is is not None and not correction.bypass_mode)
         self.columns = (
             "advantages",
-            "rollout_log_probs" if config.old_log_probs_from_update else "old_log_probs",
+            *old,
             *([f"ref_{self.kl_column}"] if self.kl_column else []),
-            *(["is_weights"] if self.recomputes_weights or (correction.rollout_is and not correction.bypass_mode) else []),
+            *(["is_weights"] if has_weights else []),
             *(["chosen"] if config.prepare is not None else []),
             *(["entropy_mask"] if not self.wants_entropy else []),
         )
@@ -88,7 +102,7 @@ class ActorLoss:
         rejected.
         """
         tokens, metrics = mini_batch.tokens, {}
-        old_log_probs = tokens["log_probs"] if self.config.old_log_probs_from_update else tokens["old_log_probs"]
+        old_log_probs = self._old_log_probs(tokens["log_probs"], mini_batch)
         written: dict[str, Tensor] = {}
         # A mini-batch has all rows of its trajectories, whatever the loss declares.
         trajectories = Trajectories.of(mini_batch)
@@ -109,9 +123,9 @@ class ActorLoss:
     def __call__(self, outputs: dict[str, Tensor], micro_batch: Batch) -> tuple[Tensor, Metrics]:
         config, tokens = self.config.actor, micro_batch.tokens
         mask, weight, log_probs = tokens["response_mask"], tokens["loss_weight"], outputs["log_probs"]
-        old_log_probs = log_probs.detach() if self.config.old_log_probs_from_update else tokens["old_log_probs"]
+        old_log_probs = self._old_log_probs(log_probs, micro_batch)
         metrics: Metrics = {}
-        joins = "trajectory" in self.config.needs
+        joins = self.config.needs_trajectory
         trajectories = Trajectories.of(micro_batch) if joins else Trajectories.single_rows(micro_batch)
         inputs = self._inputs(micro_batch, trajectories, log_probs, old_log_probs)
         inputs = replace(inputs, whole=joins or "part" not in micro_batch.rows)
@@ -122,8 +136,19 @@ class ActorLoss:
         if self.config.old_log_probs_from_update or self.config.correction.bypass_mode:
             behavior = tokens["rollout_log_probs"] if self.config.old_log_probs_from_update else old_log_probs
             metrics |= mismatch(log_probs.detach(), behavior, mask)
-        if "is_weights" in tokens:
-            loss = loss * importance(inputs, trajectories.gather(tokens["is_weights"]), self.config.needs)
+        weights = trajectories.gather(tokens["is_weights"]) if "is_weights" in tokens else None
+        if self.config.interpolates:
+            behavior = trajectories.gather(tokens["rollout_log_probs"])
+            weights, weight_metrics = micro_batch_weights(
+                inputs.old_log_probs, behavior, inputs.response_mask, inputs.lengths, self.config.correction
+            )
+            metrics |= weight_metrics
+            # As before an update: of tokens of the present weights, and only while theta has these.
+            fresh = mask * (tokens["prox_alpha"] == 1) * (tokens["staleness"] == 0)
+            if fresh.any():
+                metrics |= mismatch(log_probs.detach(), tokens["rollout_log_probs"], fresh)
+        if weights is not None:
+            loss = loss * importance(inputs, weights, self.config.needs)
         loss = trajectories.split(loss)
         # A sum, not a mean: loss_weight already contains the aggregation mode's denominator over the global mini-batch, so
         # partial sums of micro-batches and ranks add up to the loss.
@@ -138,6 +163,14 @@ class ActorLoss:
             metrics["actor/kl_loss"] = Metric.sum((estimate.detach() * weight).sum())
             loss = loss + config.kl_loss_coef * estimate
         return loss, metrics
+
+    def _old_log_probs(self, log_probs: Tensor, batch: Batch) -> Tensor:
+        """Log-probs (T,) to which the loss takes its ratio. log_probs: of the current policy."""
+        tokens = batch.tokens
+        if self.config.interpolates:
+            alpha, mask = tokens["prox_alpha"], tokens["response_mask"]
+            return proximal_log_probs(log_probs, tokens["rollout_log_probs"], alpha, mask)
+        return log_probs.detach() if self.config.old_log_probs_from_update else tokens["old_log_probs"]
 
     def _inputs(self, batch: Batch, trajectories: Trajectories, log_probs: Tensor, old_log_probs: Tensor) -> PolicyLossInputs:
         chosen = batch.tokens.get("chosen")

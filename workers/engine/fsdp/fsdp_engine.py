@@ -319,6 +319,9 @@ class FSDPEngine(TrainEngine):
             return None
         return {name: local(weight) for name, weight in self._weights.items()}
 
+    def trained_tensors(self) -> list[Tensor]:
+        return [local(param).detach() for param in self._params.values() if param.requires_grad]
+
     def move(self, *, params: Place | None = None, grads: Place | None = None, optimizer: Place | None = None) -> None:
         if grads == "cpu":
             for param in self._params.values():

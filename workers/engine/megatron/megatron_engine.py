@@ -206,6 +206,9 @@ class MegatronEngine(TrainEngine):
     def live_weights(self) -> dict[str, Tensor] | None:
         return None  # a Megatron tensor contains several Hugging Face tensors
 
+    def trained_tensors(self) -> list[Tensor]:
+        return [param.detach() for param in self._exchange.params.values() if param.requires_grad]
+
     def export_hf(self, path: str) -> None:
         write_model(self._shell if self.mesh.rank == 0 else None, self.export_weights(), Path(path))
 

@@ -163,7 +163,9 @@ def test_function_over_batches_gets_all_pieces_at_once_and_in_order(rewards: Pat
     assert {score.extra["of"] for score in scores} == {6.0} and [score.extra["place"] for score in scores] == [*range(6)]
 
 
-@pytest.mark.parametrize("function", [{}, {"name": "all_at_once"}, {"num_workers": 0}], ids=["one by one", "whole batches", "here"])
+@pytest.mark.parametrize(
+    "function", [{}, {"name": "all_at_once"}, {"num_workers": 0}], ids=["one by one", "whole batches", "here"]
+)
 def test_a_later_batch_waits_while_another_is_finished(rewards: Path, function: dict[str, object]) -> None:
     texts = [*["fine"] * 3, "raise", *["fine"] * 4]
     later = {"all_at_once": {}}.get(str(function.get("name")), {3: "as asked"})

@@ -1,5 +1,7 @@
 """Batches, cuts and training runs that one and two ranks go through alike."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -9,6 +11,8 @@ from workers.batch import Batch
 from workers.engine.fsdp.fsdp_engine import FSDPEngine
 from workers.engine.fsdp.sharding import local
 from workers.plan import MicroBatches
+from workers.roles.memory_scheduler import MemoryScheduler, ResidentModel
+from workers.roles.model_role import ModelRole
 
 MODES: tuple[AggMode, ...] = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 NORM_LENGTH = 300
@@ -83,3 +87,47 @@ def shards(engine: FSDPEngine) -> dict[str, Tensor]:
     assert engine._optimizer is not None
     held = {f"{kind}.{name}": moment.clone() for (kind, name), moment in engine._optimizer.moments().items()}
     return held | {name: local(param).clone() for name, param in engine._params.items()}
+
+
+def with_snapshots(engine: Any, *, offload: bool = False) -> dict[str, dict[str, Tensor]]:
+    """{when: this rank's log-probs, and the weights} around updates of a role whose weights were copied before them.
+
+    "first", "second": when each of two snapshots is taken; "old", "newer": forward passes under them, two updates after each;
+    "before", "after": the present weights around the last of these.
+    """
+    scheduler = MemoryScheduler()
+    scheduler.add_model("actor", ResidentModel(engine, param_offload=offload, optimizer_offload=offload))
+    role = ModelRole("actor", engine, None, scheduler)
+    shares, plans = cut(toy_batch([9, 30, 1, 14, 22, 7]), engine.mesh.dp_size, max_tokens=40)
+
+    def state(*, snapshot: bool = False) -> dict[str, Tensor]:
+        found = role.forward(shares[engine.mesh.dp_rank], plans[engine.mesh.dp_rank], ["log_probs"], True, snapshot)
+        log_probs = torch.zeros(0) if found is None else found.tokens["log_probs"]
+        return {"log_probs": log_probs} | ({} if snapshot else exported(engine))
+
+    def updates(steps: range) -> None:
+        scheduler.enter("train", "actor")
+        train(engine, steps)
+
+    found = {"first": state()}
+    role.take_snapshot()
+    updates(range(2))
+    found["old"] = state(snapshot=True)
+    found["second"] = state()
+    role.take_snapshot()
+    updates(range(2, 4))
+    found["before"] = state()
+    found["newer"] = state(snapshot=True)
+    found["after"] = state()
+    return found
+
+
+def assert_snapshots(found: dict[str, dict[str, Tensor]]) -> None:
+    """Of ``with_snapshots``: under a snapshot the log-probs are bitwise those of its time, and the weights are back after it."""
+    for under, at in (("old", "first"), ("newer", "second")):
+        assert torch.equal(found[under]["log_probs"], found[at]["log_probs"])
+    assert [name for name, weight in found["before"].items() if not torch.equal(weight, found["after"][name])] == []
+    # Nothing above is true because nothing has changed.
+    for one, other in (("first", "second"), ("second", "before")):
+        assert any(not torch.equal(weight, found[other][name]) for name, weight in found[one].items() if name != "log_probs")
+        assert not len(found[one]["log_probs"]) or not torch.equal(found[one]["log_probs"], found[other]["log_probs"])

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, GenerationConfig
 
 from tests.tiny import save_tiny_model
-from tests.workers.engine.fsdp.cases import exported, shards, train
+from tests.workers.engine.fsdp.cases import assert_snapshots, exported, shards, train
 from tests.workers.engine.hf.test_hf_model import values_row_by_row
 from tests.workers.engine.toy import (
     Shifted,
@@ -429,3 +429,9 @@ def test_what_needs_no_gathering_is_no_copy(group: None, models: dict[str, str])
     assert live is not None
     for name, weight in engine.export_weights(dtype=torch.bfloat16):
         assert weight.data_ptr() == live[name].data_ptr() and not weight.requires_grad
+
+
+def test_forward_under_a_snapshot_of_two_ranks_is_that_of_its_time(two_ranks: tuple[Path, list[dict[str, Any]]]) -> None:
+    """With parameters that the engine keeps gathered after a forward pass, and on the host between phases."""
+    for rank in two_ranks[1]:
+        assert_snapshots(rank["snapshots"])

@@ -10,7 +10,16 @@ import torch.distributed as dist
 from configs.schema.common import AggMode, TiledMLPConfig
 from scripts.bench.memory import Alive
 from tests.tiny import save_tiny_model
-from tests.workers.engine.fsdp.cases import MODES, all_cuts, exported, invariance_batch, shards, train, training_batch
+from tests.workers.engine.fsdp.cases import (
+    MODES,
+    all_cuts,
+    exported,
+    invariance_batch,
+    shards,
+    train,
+    training_batch,
+    with_snapshots,
+)
 from tests.workers.engine.fsdp.pairs import pair_batch, pair_cuts, reward_loss, save_reward_model
 from tests.workers.engine.toy import Shifted, ToyLoss, ValueLoss, cut, gradients, toy_batch, toy_engine
 from workers.engine.fsdp.sharding import full, local
@@ -38,7 +47,7 @@ def main(rank: int, directory: str, models: dict[str, str]) -> None:
     dist.init_process_group("gloo", init_method=f"file://{path / 'rendezvous_of_two'}", rank=rank, world_size=2)
     checks = (
         invariance, accumulation, memory, parity, checkpoint, from_one_rank, value_head, options, export, skipping, lora,
-        reward_head, experts,
+        reward_head, experts, snapshots,
     )  # fmt: skip
     found: dict[str, Any] = {check.__name__: check(rank, path, models) for check in checks}
     torch.save(found, path / f"rank_{rank}.pt")
@@ -272,6 +281,12 @@ def skipping(rank: int, path: Path, models: dict[str, str]) -> dict[str, Any]:
                 found[kind] = {"before": before, "after the skip": exported(engine), "broken here": broken_here}
         found[kind] |= {"skipped": skipped, "weights": exported(engine)}
     return found
+
+
+def snapshots(rank: int, path: Path, models: dict[str, str]) -> dict[str, Any]:
+    # bfloat16 compute, and parameters that stay gathered after the forward pass: a stale copy of them would be noticed.
+    engine = toy_engine(models["qwen3"], reshard_after_forward=False)
+    return with_snapshots(engine, offload=True)
 
 
 def experts(rank: int, path: Path, models: dict[str, str]) -> dict[str, Any]:

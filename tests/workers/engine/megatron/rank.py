@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from tests.trainer.algorithms.parts import in_parts
 from tests.trainer.algorithms.plain import defaults
-from tests.workers.engine.fsdp.cases import all_cuts, exported, invariance_batch, train, training_batch
+from tests.workers.engine.fsdp.cases import all_cuts, exported, invariance_batch, train, training_batch, with_snapshots
 from tests.workers.engine.megatron.cases import answers, gradient, megatron_engine, ranks, trained, trained_critic
 from tests.workers.engine.strike import strike
 from tests.workers.engine.toy import Shifted, ToyLoss, cut, toy_batch, toy_engine
@@ -107,7 +107,7 @@ def main(rank: int, size: int, directory: str, models: dict[str, str]) -> None:
     for name, changes in INVARIANT.get(size, {}).items():
         with ranks(path, f"invariance {name}", rank, size):
             found[f"invariance {name}"] = invariance(models["qwen2"], changes)
-    for check in {1: (out_of_memory, refusals), 2: (resharding, half_precision, skipping)}.get(size, ()):
+    for check in {1: (out_of_memory, refusals), 2: (resharding, half_precision, skipping, snapshots)}.get(size, ()):
         found[check.__name__] = check(rank, size, path, models)
     torch.save(found, path / f"{size}_{rank}.pt")
 
@@ -203,6 +203,14 @@ def skipping(rank: int, size: int, path: Path, models: dict[str, str]) -> dict[s
                 if step == 1:
                     found[name] = {"before": before, "after": exported(engine)}
             found[name] |= {"step_metrics": reported, "weights": exported(engine)}
+    return found
+
+
+def snapshots(rank: int, size: int, path: Path, models: dict[str, str]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, changes in {"distributed": {"use_distributed_optimizer": True}, "pp2 tied": {"pp": 2}}.items():
+        with ranks(path, f"snapshots {name}", rank, size):
+            found[name] = with_snapshots(megatron_engine(models["tied"], **changes))
     return found
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.workers.engine.fsdp.cases import assert_snapshots
 from tests.workers.engine.fsdp.test_fsdp_engine_checkpoint import assert_same_bits
 from tests.workers.engine.strike import TOO_MUCH
 
@@ -31,6 +32,12 @@ def test_a_step_that_ran_out_of_memory_can_be_had_again(ranks_of: RanksOf) -> No
     first, again = found["gradients"]
     assert first.keys() == again.keys()
     assert [name for name, (part, _) in first.items() if not torch.equal(part, again[name][0])] == []
+
+
+def test_forward_under_a_snapshot_is_that_of_its_time(ranks_of: RanksOf) -> None:
+    for rank in ranks_of(2):
+        for found in rank["snapshots"].values():
+            assert_snapshots(found)
 
 
 REFUSED = {
