@@ -329,6 +329,9 @@ class AsyncTrainingConfig:
     oversubmit: Annotated[float, Ge(1.0)]
     max_age: Positive
     max_staleness: NonNegative
+    trigger_parameter_sync_step: Positive
+    pause: Literal["abort", "keep", "finish"]
+    kv_cache: Literal["recompute", "keep"]
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)

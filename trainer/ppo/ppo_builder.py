@@ -45,7 +45,7 @@ from trainer.rewards.remote.remote_rewards import needs_data_sources, open_rewar
 from trainer.rewards.rules.reward_registry import check_data_sources
 from trainer.rewards.scoring import Failures, Rewards
 from trainer.rewards.shaping import Shaping
-from trainer.rollout.ahead import RolloutsAhead
+from trainer.rollout.ahead import RolloutsAhead, SyncSchedule
 from trainer.rollout.buffer import GroupBuffer
 from trainer.rollout.partial import FilteredPartialRollouts, PartialRollouts
 from trainer.rollout.policies import FilteredRounds, OneRound
@@ -423,7 +423,17 @@ class Assembly:
         flight = config.async_training
         buffer = GroupBuffer(config.actor_rollout_ref.rollout.n + self.wants_baselines, prompts.prompt)
         if staleness := {"one_step_off": 1, "async": flight.max_staleness}.get(flight.mode or "", 0):
-            return RolloutsAhead(buffer, groups=groups, oversubmit=flight.oversubmit, max_staleness=staleness)
+            schedule = SyncSchedule(
+                every=flight.trigger_parameter_sync_step,
+                save_every=config.trainer.save_freq,
+                test_every=config.trainer.test_freq,
+                pause=flight.pause,
+                keeps_cache=flight.kv_cache == "keep",
+            )
+            staleness = max(staleness, schedule.every)
+            return RolloutsAhead(
+                buffer, groups=groups, oversubmit=flight.oversubmit, max_staleness=staleness, schedule=schedule
+            )
         if flight.mode == "partial":
             options: dict[str, Any] = {"oversubmit": flight.oversubmit, "max_age": flight.max_age}
             if filters.enable:

@@ -6,18 +6,24 @@ the weights of the step before the last, so its tokens are one version old at le
 
 Nothing depends on which side is faster: the batch is complete and the update has ended before the weights are synced, and
 generation begins directly after a sync. A run that is repeated or resumed therefore has the same numbers.
+
+Requests may stay in the engines between two steps, also while their weights change (``SyncSchedule``). A checkpoint holds no
+engine's state: before it, and before a validation, all requests are taken from the engines, in a run that goes on too.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Literal
 
 from trainer.data.dataset import PromptStream
-from trainer.rollout.buffer import GroupBuffer
+from trainer.rollout.buffer import GroupBuffer, PendingGroup
 from trainer.rollout.partial import PartialRollouts, TokenCounts
+from trainer.rollout.remote_rollout import RolloutFlow
 from trainer.rollout.sampler import Overlap, Sampler
 from trainer.run.timing import Phases
 from workers.batch import Batch
@@ -26,19 +32,85 @@ ABANDON_SECONDS = 20.0
 """Limit for the generation to return after the step has failed; its workers end with the run."""
 
 
+@dataclass(frozen=True, slots=True)
+class SyncSchedule:
+    """Steps after which the engines get the trainer's weights, and what happens to unfinished responses there.
+
+    Everything depends on step numbers alone, so that a resumed run has the syncs of the uninterrupted one.
+
+    every: steps between syncs, at most. save_every, test_every: steps between checkpoints and validations, which need the present
+    weights; -1: none. pause, keeps_cache: see async_training.pause and kv_cache.
+    """
+
+    every: int
+    save_every: int
+    test_every: int
+    pause: Literal["abort", "keep", "finish"]
+    keeps_cache: bool
+
+    def syncs(self, step: int) -> bool:
+        """Whether weights are synced after ``step``."""
+        return step % self.every == 0 or self.needs_empty_engines(step)
+
+    def needs_empty_engines(self, step: int) -> bool:
+        """Whether a checkpoint or a validation follows ``step``."""
+        return any(every > 0 and step % every == 0 for every in (self.save_every, self.test_every))
+
+    def at_end(self, step: int) -> Literal["abort", "keep", "finish"]:
+        """What happens to unfinished responses at the end of ``step``: see async_training.pause."""
+        if not self.syncs(step):
+            return "keep"
+        return "abort" if self.pause == "keep" and self.needs_empty_engines(step) else self.pause
+
+
 class RolloutsAhead(PartialRollouts):
     """Batches that were generated during the step before; the first of a run is generated when it is asked for.
 
-    With ``max_staleness`` 1 every group is admitted and completed for one step. From 2 on long responses continue with newer
-    weights, as in partial rollouts.
+    With the smallest ``max_staleness``, that of the schedule's ``every``, every group is admitted and completed for one step.
+    Above it long responses continue with newer weights, as in partial rollouts.
     """
 
     replaces = False
 
-    def __init__(self, buffer: GroupBuffer, *, groups: int, oversubmit: float, max_staleness: int) -> None:
+    def __init__(
+        self, buffer: GroupBuffer, *, groups: int, oversubmit: float, max_staleness: int, schedule: SyncSchedule
+    ) -> None:
         """max_staleness: versions between the weights before an update and those that sampled any token of it, at most."""
-        # A group that is admitted for a step meets the weights of the step before the last, hence one less.
-        super().__init__(buffer, groups=groups, oversubmit=oversubmit, max_age=max_staleness - 1)
+        # The batch of step s is generated in step s - 1 with weights of step s - 1 - every or later: its new groups have a
+        # staleness of ``every`` at most, and one more for each step that they wait.
+        super().__init__(buffer, groups=groups, oversubmit=oversubmit, max_age=max_staleness - schedule.every)
+        self.schedule = schedule
+        self._kept: RolloutFlow | None = None
+
+    @property
+    def keeps_requests(self) -> bool:
+        """Whether the engines have requests between two generations."""
+        return self._kept is not None
+
+    def generate(
+        self, sampler: Sampler, step: int, prompts: PromptStream, counts: TokenCounts
+    ) -> Generator[list[PendingGroup], None, None]:
+        yield from super().generate(sampler, step, prompts, counts)
+        # The batch of ``step`` is generated in the step before it.
+        match self.schedule.at_end(step - 1):
+            case "abort":
+                counts.generated += self.release()
+            case "finish" if self._kept is not None:
+                while self._kept.start():
+                    counts.generated += self._wait(self._kept)
+                self._kept = None
+
+    def release(self) -> int:
+        """Take all requests from the engines; returns the number of tokens that were sampled for them."""
+        flow, self._kept = self._kept, None
+        return 0 if flow is None else self._suspend(flow)
+
+    def _begin(self, sampler: Sampler, counts: TokenCounts) -> RolloutFlow:
+        return super()._begin(sampler, counts) if self._kept is None else self._kept
+
+    def _end(self, flow: RolloutFlow, counts: TokenCounts) -> None:
+        counts.generated += sum(self.buffer.add(part, ended=True) for part in flow.settle())
+        self._kept = flow if flow.unfinished else None
 
     @contextmanager
     def generating(

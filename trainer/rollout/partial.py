@@ -76,9 +76,7 @@ class PartialRollouts:
         buffer = self.buffer
         new = taken = self._further((), step)
         if len(new) < self.groups:
-            expected, replaces = self.groups * buffer.n, self.replaces
-            flow = sampler.rollout.flow(sampler.sampling, buffer.requests, expected=expected, in_step=True, replaces=replaces)
-            counts.recomputed += self._resubmit(flow)
+            flow = self._begin(sampler, counts)
             # Groups that have waited since the last step count: else more of them would wait, and become older, with every step.
             n_unfinished = self.in_flight - (len(buffer) - buffer.n_unfinished)
             while len(taken) < self.groups:
@@ -90,8 +88,19 @@ class PartialRollouts:
                 counts.generated += self._wait(flow)
                 new = self._further(taken, step)
                 taken = taken + new
-            counts.generated += self._suspend(flow)
+            self._end(flow, counts)
         yield new
+
+    def _begin(self, sampler: Sampler, counts: TokenCounts) -> RolloutFlow:
+        """Flow of the step, with all unfinished responses."""
+        expected, replaces = self.groups * self.buffer.n, self.replaces
+        flow = sampler.rollout.flow(sampler.sampling, self.buffer.requests, expected=expected, in_step=True, replaces=replaces)
+        counts.recomputed += self._resubmit(flow)
+        return flow
+
+    def _end(self, flow: RolloutFlow, counts: TokenCounts) -> None:
+        """End the generation of the step."""
+        counts.generated += self._suspend(flow)
 
     def _taken(
         self,

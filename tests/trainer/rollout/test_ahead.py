@@ -12,9 +12,11 @@ from tests.trainer.rollout.test_partial import Buffer, Engine, Flow, Slow, group
 from tests.trainer.rollout.test_sampler import KINDS, Case, Judge, make
 from trainer.data.dataset import Prompt, PromptStream
 from trainer.data.order import DataOrder
-from trainer.rollout.ahead import RolloutsAhead
+from trainer.rollout.ahead import RolloutsAhead, SyncSchedule
 from trainer.run.timing import Phases
 from workers.batch import Batch
+
+EVERY_STEP = SyncSchedule(every=1, save_every=-1, test_every=-1, pause="abort", keeps_cache=False)
 
 
 @pytest.fixture(scope="module")
@@ -33,6 +35,7 @@ class Run:
         groups: int = 3,
         oversubmit: float = 1.5,
         max_staleness: int = 2,
+        schedule: SyncSchedule = EVERY_STEP,
         slots: int = 12,
         steps: int | None = None,
         judge: type[Judge] = Judge,
@@ -43,7 +46,9 @@ class Run:
         self.stream = PromptStream(cast(Any, prompts), DataOrder(len(prompts), groups, seed=0, shuffle=True))
         self.buffer = Buffer(case.sampler.n, self.stream.prompt)
         self.sampler, self.judge, self.steps, self.step = case.sampler, judge, steps, 0
-        self.policy = RolloutsAhead(self.buffer, groups=groups, oversubmit=oversubmit, max_staleness=max_staleness)
+        self.policy = RolloutsAhead(
+            self.buffer, groups=groups, oversubmit=oversubmit, max_staleness=max_staleness, schedule=schedule
+        )
         self.engine = engine(slots)
 
     def next_batch(self, train: Callable[[], object] = lambda: None) -> Batch:
@@ -55,7 +60,10 @@ class Run:
         if self.step != self.steps:
             with self.policy.generating(self.sampler, self.step + 1, self.stream, Phases(), {}):
                 train()
-        self.engine.version = self.step
+        else:
+            self.policy.release()
+        if self.policy.schedule.syncs(self.step):
+            self.engine.version = self.step
         return batch
 
     @property
