@@ -372,6 +372,9 @@ class Loop:
         trainer.metrics |= reward_metrics(batch, self.prompts.data.data_sources)
         if trainer.is_due(step, config.trainer.test_freq):
             self.validate(step)
+        if self.ahead is not None:
+            seconds = trainer.phases.seconds
+            trainer.metrics["timing_s/trainer_stall"] = seconds.get("gen", 0.0) + seconds.get("sync", 0.0)
         trainer.metrics |= self.performance(batch)
         alarm = trainer.complete(step)
         # Diverged weights are not saved: a rollback replaces them with those of an earlier checkpoint.

@@ -81,6 +81,8 @@ class RolloutsAhead(PartialRollouts):
         super().__init__(buffer, groups=groups, oversubmit=oversubmit, max_age=max_staleness - schedule.every)
         self.schedule = schedule
         self._kept: RolloutFlow | None = None
+        self._ended: float | None = None
+        """When the last batch and the update beside it had ended (perf_counter)."""
 
     @property
     def keeps_requests(self) -> bool:
@@ -121,6 +123,8 @@ class RolloutsAhead(PartialRollouts):
         metrics: gets those of the generation. Raises what the block raises, else what the generation raised.
         """
         failed, counts, ended, abandoned = list[BaseException](), TokenCounts(), list[float](), threading.Event()
+        if self._ended is not None:
+            metrics["timing_s/engine_stall"] = time.perf_counter() - self._ended
 
         def work() -> None:
             try:
@@ -147,6 +151,7 @@ class RolloutsAhead(PartialRollouts):
             raise failed[0]
         metrics["rollout/recomputed_tokens"] = float(counts.recomputed)
         metrics["timing_s/rollout_idle"] = max(0.0, waits - ended[0])
+        self._ended = max(waits, ended[0])
 
     def batch(self, sampler: Sampler, step: int, prompts: PromptStream, phases: Phases, overlap: Overlap | None) -> Batch:
         with phases("gen"):

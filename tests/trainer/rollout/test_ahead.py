@@ -4,6 +4,7 @@ import random
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, cast
 
 import pytest
@@ -83,11 +84,14 @@ def staleness(batch: Batch) -> int:
 
 @pytest.mark.parametrize("seed", range(200))
 def test_every_ordinal_is_trained_once_and_never_staler_than_the_bound(seed: int, case: Case) -> None:
-    """With kills in between, slow training and slow scores."""
+    """With kills in between, slow training and slow scores, and weights that change while responses are in flight."""
     numbers = random.Random(seed)
     groups, bound = numbers.randint(1, 6), numbers.randint(1, 4)
+    pause = numbers.choice(["abort", "keep", "finish"])
+    schedule = replace(EVERY_STEP, every=numbers.randint(1, bound), save_every=numbers.randint(1, 4), pause=pause)
     options: dict[str, Any] = {"oversubmit": numbers.choice([1.0, 1.5, 3.0]), "slots": numbers.choice([6, 16, 60])}
-    run = Run(case, groups=groups, max_staleness=bound, judge=numbers.choice([Judge, Slow]), **options)
+    judge = numbers.choice([Judge, Slow])
+    run = Run(case, groups=groups, max_staleness=bound, schedule=schedule, judge=judge, **options)
     trained: list[int] = []
     for _ in range(6):
         batch = run.next_batch(lambda: time.sleep(numbers.choice([0.0, 0.0005])))
@@ -98,7 +102,11 @@ def test_every_ordinal_is_trained_once_and_never_staler_than_the_bound(seed: int
         assert len(run.buffer.complete()) >= groups, "the next batch is there"
         versions = batch.tokens["weight_version"][batch.tokens["response_mask"].bool()]
         assert staleness(batch) == run.step - 1 - int(versions.min()) <= bound
-        if numbers.random() < 0.3:
+        assert {*versions.tolist()} <= {0, *(step for step in range(1, run.step) if schedule.syncs(step))}
+        of_rows = zip(batch.split_rows("weight_version"), batch.split_rows("response_mask"), strict=True)
+        assert pause != "finish" or all(len(row[mask.bool()].unique()) == 1 for row, mask in of_rows)
+        if schedule.needs_empty_engines(run.step) and numbers.random() < 0.5:
+            assert not run.policy.keeps_requests
             run.resume(run.state)
 
 
@@ -120,6 +128,53 @@ def test_run_that_is_resumed_after_any_step_has_the_same_batches(bound: int, cas
         again = Run(case, **options, judge=Slow)
         again.resume(states[step - 1])
         assert all(same(again.next_batch(lambda: time.sleep(0.001)), batch) for batch in batches[step:])
+
+
+def test_schedule_depends_on_steps_alone() -> None:
+    schedule = SyncSchedule(every=3, save_every=5, test_every=4, pause="keep", keeps_cache=False)
+    assert [step for step in range(1, 13) if schedule.syncs(step)] == [3, 4, 5, 6, 8, 9, 10, 12]
+    ends = {step: schedule.at_end(step) for step in range(1, 7)}
+    assert ends == {1: "keep", 2: "keep", 3: "keep", 4: "abort", 5: "abort", 6: "keep"}
+    assert replace(schedule, pause="abort").at_end(2) == "keep", "the engines go on with their weights"
+    assert {replace(schedule, pause="finish").at_end(step) for step in (3, 4, 5)} == {"finish"}
+
+
+@pytest.mark.parametrize("pause", ["abort", "keep", "finish"])
+@pytest.mark.parametrize("every", [1, 2])
+def test_run_that_is_resumed_between_two_syncs_has_the_same_batches(every: int, pause: Any, case: Case) -> None:
+    schedule = replace(EVERY_STEP, every=every, save_every=3, pause=pause)
+    options: dict[str, Any] = {"max_staleness": 4, "oversubmit": 3.0, "slots": 6, "schedule": schedule}
+    whole, states, batches = Run(case, **options), {}, []
+    for step in range(1, 11):
+        batches.append(whole.next_batch())
+        if schedule.needs_empty_engines(step):
+            states[step] = whole.state
+    assert [*states] == [3, 6, 9]
+    for step, state in states.items():
+        again = Run(case, **options, judge=Slow)
+        again.resume(state)
+        assert all(same(again.next_batch(lambda: time.sleep(0.001)), batch) for batch in batches[step:])
+
+
+def test_kept_requests_are_computed_once_and_long_responses_have_several_versions(case: Case) -> None:
+    """Between two checkpoints the engines keep their requests, so one flow serves all steps."""
+    flows: list[Flow] = []
+
+    class Counting(Engine):
+        def flow(self, *args: Any, **options: Any) -> Flow:
+            flows.append(super().flow(*args, **options))
+            return flows[-1]
+
+    options: dict[str, Any] = {"max_staleness": 4, "oversubmit": 3.0, "slots": 4, "engine": Counting}
+    kept = Run(case, schedule=replace(EVERY_STEP, pause="keep", save_every=6), **options)
+    batches = [kept.next_batch() for _ in range(5)]
+    assert len(flows) == 1 and kept.policy.keeps_requests
+    versions = [row.unique() for batch in batches for row in batch.split_rows("weight_version")]
+    assert max(map(len, versions)) >= 3
+    kept.next_batch()
+    assert len(flows) == 1 and not kept.policy.keeps_requests, "the checkpoint of step 6 holds all of them"
+    kept.next_batch()
+    assert len(flows) == 2
 
 
 def test_nothing_is_generated_beyond_the_last_step(case: Case) -> None:

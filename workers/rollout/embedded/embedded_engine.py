@@ -265,7 +265,6 @@ class EmbeddedRollout(Rollout):
         self._waiting.extendleft(reversed(self.rows.collect(np.arange(self.rows.n))))
         for sequence in self._waiting:
             sequence.stamp(self._version)
-            sequence.has_old_keys = False
         self.rows.truncate(0)
         self._excess = 0
 
