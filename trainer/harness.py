@@ -160,7 +160,7 @@ class Trainer:
                     return
                 # The step would be abandoned again.
                 if abandoned:
-                    self.events.add(self.step, "stop", "no checkpoint: weights are synced later (trigger_parameter_sync_step)")
+                    self.events.add(self.step, "left", "no checkpoint: weights are synced later (trigger_parameter_sync_step)")
                     return
             self.phases.clear()
             self.watchdog.step = step = self.step + 1

@@ -188,7 +188,7 @@ class Loop:
             return False
         if self.ahead is not None and self.ahead.keeps_requests:
             note = "requests were taken from the engines; a run that does not stop here has other numbers in the last bits"
-            self.trainer.events.add(step, "stop", note)
+            self.trainer.events.add(step, "left", note)
             self.ahead.release()
         return True
 

@@ -422,20 +422,18 @@ class Assembly:
         config, groups, filters = self.config, self.config.data.train_batch_size, self.config.algorithm.filter_groups
         flight = config.async_training
         buffer = GroupBuffer(config.actor_rollout_ref.rollout.n + self.wants_baselines, prompts.prompt)
-        if staleness := {"one_step_off": 1, "async": flight.max_staleness}.get(flight.mode or "", 0):
-            schedule = SyncSchedule(
-                every=flight.trigger_parameter_sync_step,
-                save_every=config.trainer.save_freq,
-                test_every=config.trainer.test_freq,
-                pause=flight.pause,
-                keeps_cache=flight.kv_cache == "keep",
-            )
-            staleness = max(staleness, schedule.every)
-            return RolloutsAhead(
-                buffer, groups=groups, oversubmit=flight.oversubmit, max_staleness=staleness, schedule=schedule
-            )
+        schedule = SyncSchedule(
+            every=flight.trigger_parameter_sync_step,
+            save_every=config.trainer.save_freq,
+            test_every=config.trainer.test_freq,
+            pause=flight.pause,
+            keeps_cache=flight.kv_cache == "keep",
+        )
+        if staleness := {"one_step_off": schedule.every, "async": flight.max_staleness}.get(flight.mode or "", 0):
+            options: dict[str, Any] = {"oversubmit": flight.oversubmit, "max_staleness": staleness, "schedule": schedule}
+            return RolloutsAhead(buffer, groups=groups, **options)
         if flight.mode == "partial":
-            options: dict[str, Any] = {"oversubmit": flight.oversubmit, "max_age": flight.max_age}
+            options = {"oversubmit": flight.oversubmit, "max_age": flight.max_age}
             if filters.enable:
                 # A prompt in flight is not drawn again, so a batch needs as many prompts.
                 size, count = prompts.order.batch_size, prompts.rounds_per_epoch

@@ -246,8 +246,8 @@ class Rollout(ABC):
     ) -> None:
         """Replace the LoRA adapter on top of the base weights that load_weights copied; later responses use the new one.
 
-        weights: full tensors under the names of peft's files. keep_cache: see load_weights. Used only with ``lora_sync=adapter``. Raises ValueError for weights
-        that do not fit. Engines without adapters are rejected when the configuration is checked.
+        weights: full tensors under the names of peft's files. keep_cache: see load_weights. Used only with ``lora_sync=adapter``.
+        Raises ValueError for weights that do not fit. Engines without adapters are rejected when the configuration is checked.
         """
         raise ValueError(f"actor_rollout_ref.rollout.lora_sync=adapter: {type(self).__name__} takes no adapters")
 

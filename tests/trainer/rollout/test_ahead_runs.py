@@ -122,4 +122,8 @@ def test_weights_that_are_synced_every_second_step_while_requests_run(
         monkeypatch.undo()
         monkeypatch.setattr(remote_rollout, "STEPS", 4)
     path = ("trainer.resume_mode=resume_path", f"trainer.resume_from_path={tmp_path / 'whole' / 'global_step_3'}")
-    assert repeatable(run_ppo(task, tmp_path / "resumed", *options("resumed"), *path)) == repeatable(whole[3:])
+    resumed = run_ppo(task, tmp_path / "resumed", *options("resumed"), *path)
+    # Each sync verifies other lines than the one before it: which ones depends on the number of syncs of a process.
+    for step in (*whole, *resumed):
+        step.pop("rollout/verified_bytes", None)
+    assert repeatable(resumed) == repeatable(whole[3:])

@@ -147,9 +147,7 @@ class WeightSync:
         """The base weights are loaded only once. Then they are verified completely: no later sync could continue a sample."""
         return self._adapter_alone is not None and (self.rollout.keeps_weights or not self.config.free_cache_engine)
 
-    def _load_adapter(
-        self, adapter: LoraConfig, version: int, found: Findings, watch: Stopwatch, *, keep_cache: bool
-    ) -> None:
+    def _load_adapter(self, adapter: LoraConfig, version: int, found: Findings, watch: Stopwatch, *, keep_cache: bool) -> None:
         """Load the adapter and verify all of it: it is small enough to compare completely in each sync."""
         # Collected, because it is read twice: by the engine and by the verification.
         weights = dict(self.source.export_weights(kind="adapter"))
