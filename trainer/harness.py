@@ -145,7 +145,7 @@ class Trainer:
         """The numbers of the steps that remain; they count from 1. A step that was not completed is not counted, and after a
         rollback steps repeat. Ends early, with a checkpoint, if the run has to stop.
 
-        prepare_stop: called before that checkpoint of a step; False: it cannot be written, and the run goes on to a step after
+        prepare_stop: called before that checkpoint of a step; False: it cannot be written, and the run continues to a step after
         which it can. between_stops: steps between those after which it can, at most.
         """
         abandoned = False

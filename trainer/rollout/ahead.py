@@ -8,7 +8,7 @@ Nothing depends on which side is faster: the batch is complete and the update ha
 generation begins directly after a sync. A run that is repeated or resumed therefore has the same numbers.
 
 Requests may stay in the engines between two steps, also while their weights change (``SyncSchedule``). A checkpoint holds no
-engine's state: before it, and before a validation, all requests are taken from the engines, in a run that goes on too.
+engine's state: before it, and before a validation, all requests are taken from the engines, in an uninterrupted run too.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class RolloutsAhead(PartialRollouts):
         self.schedule = schedule
         self._kept: RolloutFlow | None = None
         self._ended: float | None = None
-        """When the last batch and the update beside it had ended (perf_counter)."""
+        """When the last batch and the update of the same step had ended (perf_counter)."""
 
     @property
     def keeps_requests(self) -> bool:

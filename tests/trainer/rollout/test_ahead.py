@@ -136,7 +136,7 @@ def test_schedule_depends_on_steps_alone() -> None:
     assert [step for step in range(1, 13) if schedule.syncs(step)] == [3, 4, 5, 6, 8, 9, 10, 12]
     ends = {step: schedule.at_end(step) for step in range(1, 7)}
     assert ends == {1: "keep", 2: "keep", 3: "keep", 4: "abort", 5: "abort", 6: "keep"}
-    assert replace(schedule, pause="abort").at_end(2) == "keep", "the engines go on with their weights"
+    assert replace(schedule, pause="abort").at_end(2) == "keep", "the engines continue with their weights"
     assert {replace(schedule, pause="finish").at_end(step) for step in (3, 4, 5)} == {"finish"}
 
 
