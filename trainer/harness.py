@@ -141,21 +141,32 @@ class Trainer:
         if self.resume is not None:
             self.load(self.resume)
 
-    def steps(self) -> Iterator[int]:
+    def steps(self, prepare_stop: Callable[[int], bool] = lambda step: True, between_stops: int = 1) -> Iterator[int]:
         """The numbers of the steps that remain; they count from 1. A step that was not completed is not counted, and after a
         rollback steps repeat. Ends early, with a checkpoint, if the run has to stop.
+
+        prepare_stop: called before that checkpoint of a step; False: it cannot be written, and the run continues to a step after
+        which it can. between_stops: steps between those after which it can, at most.
         """
+        abandoned = False
         while self.step < self.total_steps:
-            if self.lifecycle.stopping.is_due(self.step, self.phases.seconds, self.saver.seconds(), self.events):
+            seconds = self.phases.seconds
+            if self.lifecycle.stopping.is_due(self.step, seconds, self.saver.seconds(), self.events, between_stops):
                 # Before the first step there is nothing to save, and a checkpoint that exists is not written again.
-                if self.step and not self.saver.has(self.step):
+                if not self.step or self.saver.has(self.step):
+                    return
+                if prepare_stop(self.step):
                     self.save()
-                return
+                    return
+                # The step would be abandoned again.
+                if abandoned:
+                    self.events.add(self.step, "left", "no checkpoint: weights are synced later (trigger_parameter_sync_step)")
+                    return
             self.phases.clear()
             self.watchdog.step = step = self.step + 1
             before, self.metrics = self.metrics, {}
             yield step
-            if self.step < step:  # abandoned: a checkpoint of the step before has that step's metrics
+            if abandoned := self.step < step:  # a checkpoint of the step before has that step's metrics
                 self.metrics = before
 
     def is_due(self, step: int, every: int) -> bool:

@@ -331,6 +331,9 @@ class AsyncTrainingConfig:
     max_age: Positive
     max_staleness: NonNegative
     prox_logp: Literal["recompute", "snapshot", "loglinear"]
+    trigger_parameter_sync_step: Positive
+    pause: Literal["abort", "keep", "finish"]
+    kv_cache: Literal["recompute", "keep"]
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)

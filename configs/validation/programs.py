@@ -15,7 +15,7 @@ from configs.schema.evaluation import EvaluationConfig
 from configs.schema.generation import GenerationConfig
 from configs.schema.parity import ParityConfig
 from configs.schema.placement import Placement
-from configs.schema.ppo import PPOConfig, RolloutEngineConfig, TrainerConfig, has_score
+from configs.schema.ppo import AsyncTrainingConfig, PPOConfig, RolloutEngineConfig, TrainerConfig, has_score
 from configs.schema.serve_reward import ServeRewardConfig
 from configs.schema.supervised import RewardModelConfig, SFTConfig, SupervisedConfig, SupervisedTrainerConfig
 from configs.validation.batches import (
@@ -370,8 +370,39 @@ def _proximal_problems(config: PPOConfig) -> Iterator[str]:
         yield f"{key}: {why} for the weights of stale tokens; set algorithm.rollout_correction.rollout_is=token (or sequence)"
 
 
+def _in_flight_problems(generation: AsyncTrainingConfig, engine: str) -> Iterator[str]:
+    """Problems of the weight syncs while responses are in flight."""
+    every = generation.trigger_parameter_sync_step
+    if generation.mode not in ("one_step_off", "async"):
+        changed = {
+            f"trigger_parameter_sync_step={every}": every != 1,
+            f"pause={generation.pause}": generation.pause != "abort",
+            f"kv_cache={generation.kv_cache}": generation.kv_cache != "recompute",
+        }
+        for setting in (setting for setting, is_changed in changed.items() if is_changed):
+            yield (
+                f"async_training.{setting}: with async_training.mode={generation.mode or 'null'} nothing is generated during an "
+                "update; use mode=one_step_off or async, or remove it"
+            )
+        return
+    if every > max(1, generation.max_staleness):
+        yield (
+            f"async_training.trigger_parameter_sync_step={every}: a batch is generated one step ahead, with weights from up to "
+            f"{every} - 1 steps before, so its tokens are up to 1 + {every - 1} = {every} versions old, more than "
+            f"async_training.max_staleness={generation.max_staleness}; increase that, or sync more often"
+        )
+    if generation.kv_cache == "keep" and generation.pause != "keep":
+        yield f"async_training.kv_cache=keep: with async_training.pause={generation.pause} no response is running; use pause=keep"
+    if generation.kv_cache == "keep" and engine == "sglang":
+        yield (
+            "async_training.kv_cache=keep: SGLang cannot drop the cached prefixes of old weights while requests run, and new "
+            "requests would share them; use kv_cache=recompute, or another engine"
+        )
+
+
 def _async_problems(config: PPOConfig, place: Placement) -> Iterator[str]:
     yield from _proximal_problems(config)
+    yield from _in_flight_problems(config.async_training, config.actor_rollout_ref.rollout.name)
     algorithm, correction, generation = config.algorithm, config.algorithm.rollout_correction, config.async_training
     if generation.clock == "wall" and generation.mode not in ("one_step_off", "async"):
         yield (

@@ -49,7 +49,7 @@ from trainer.data.order import DataOrder
 from trainer.resilience.rollback import Rollbacks
 from trainer.rewards.scoring import Failures, Response, Score
 from trainer.rewards.shaping import RunningMoments, Shaping
-from trainer.rollout.ahead import RolloutsAhead
+from trainer.rollout.ahead import RolloutsAhead, SyncSchedule
 from trainer.rollout.buffer import GroupBuffer
 from trainer.rollout.partial import FilteredPartialRollouts, PartialRollouts
 from trainer.rollout.policies import FilteredRounds, OneRound
@@ -305,7 +305,11 @@ class Simulation:
             "partial": PartialRollouts(self.buffer, groups=settings.prompts, **options),
             "partial, filtered": FilteredPartialRollouts(self.buffer, filters, groups=settings.prompts, **options),
             "ahead": RolloutsAhead(
-                self.buffer, groups=settings.prompts, oversubmit=settings.oversubmit, max_staleness=settings.max_staleness
+                self.buffer,
+                groups=settings.prompts,
+                oversubmit=settings.oversubmit,
+                max_staleness=settings.max_staleness,
+                schedule=SyncSchedule(),
             ),
         }
         reward = reward_config()

@@ -111,3 +111,27 @@ def test_checkpoint_with_arrays_is_refused_by_a_run_that_would_lose_them(tmp_pat
     with pytest.raises(ValueError, match=message):
         other.load(read_checkpoint(tmp_path / "global_step_2"))
     assert model.text == "", "nothing is loaded"
+
+
+class StoppedAt:
+    """What Trainer.steps uses of a trainer that has to stop from the end of ``due`` on."""
+
+    def __init__(self, due: int) -> None:
+        self.step, self.total_steps, self.saved, self.metrics = 0, 20, list[int](), dict[str, float]()
+        self.lifecycle = SimpleNamespace(stopping=SimpleNamespace(is_due=lambda step, *_: step >= due))
+        self.phases = SimpleNamespace(seconds={}, clear=lambda: None)
+        self.saver = SimpleNamespace(seconds=lambda: 0.0, has=lambda step: step == 6)
+        self.watchdog, self.events = SimpleNamespace(step=0), SimpleNamespace(add=lambda *_: None)
+
+    def save(self) -> None:
+        self.saved.append(self.step)
+
+
+@pytest.mark.parametrize(("due", "abandoned", "saved", "last"), [(7, 0, [8], 8), (8, 0, [8], 8), (5, 0, [], 6), (5, 6, [], 5)])
+def test_a_run_stops_where_a_checkpoint_can_be_written(due: int, abandoned: int, saved: list[int], last: int) -> None:
+    """After steps that 4 divides; step 6 has a checkpoint. abandoned: a step that cannot be completed any more."""
+    trainer = StoppedAt(due)
+    for step in Trainer.steps(cast(Any, trainer), lambda step: step % 4 == 0, 4):
+        if step != abandoned:
+            trainer.step = step
+    assert (trainer.saved, trainer.step) == (saved, last)

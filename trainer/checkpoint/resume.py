@@ -70,6 +70,8 @@ ADDED = {
     "algorithm.gamma_over": '"token"',
     "async_training.mode": "null", "async_training.oversubmit": "1.5", "async_training.max_age": "4",
     "async_training.max_staleness": "2", "async_training.clock": '"logical"', "async_training.prox_logp": '"recompute"',
+    "async_training.trigger_parameter_sync_step": "1", "async_training.pause": '"abort"',
+    "async_training.kv_cache": '"recompute"',
 }  # fmt: skip
 """{key: JSON value} of keys that checkpoints of earlier versions lack; the value reproduces the behaviour of those versions."""
 

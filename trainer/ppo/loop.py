@@ -79,7 +79,7 @@ class Loop:
     def fit(self) -> None:
         """Run all remaining steps."""
         self.begin()
-        for step in self.trainer.steps():
+        for step in self.trainer.steps(self.prepare_stop, self.steps_between_stops):
             with self.trainer.phases("step"):
                 batch = self.next_batch(step)  # generated and scored responses
                 # Not completed, hence not counted: steps() ends with a checkpoint of the step before.
@@ -94,7 +94,8 @@ class Loop:
                     # Before the update: it may run a forward pass with the weights that generated the responses.
                     self.response_log.record(step, batch, self.actor)
                     self.update(step, batch)
-                self.sync_weights(step)
+                if self.syncs(step):
+                    self.sync_weights(step)
             self.after(step, batch)
 
     def begin(self) -> None:
@@ -157,11 +158,39 @@ class Loop:
 
     def generating_next(self, step: int) -> AbstractContextManager[None]:
         """Generate the batch of the next step during the block, if ``async_training.mode`` says so and there is a next step."""
-        policy, trainer = self.sampler.policy, self.trainer
-        # Nothing would train on a batch after the last step.
-        if not isinstance(policy, RolloutsAhead) or step == trainer.total_steps:
+        policy, trainer = self.ahead, self.trainer
+        if policy is None:
+            return nullcontext()
+        # Nothing would train on a batch after the last step; its checkpoint holds what the engines have.
+        if step == trainer.total_steps:
+            policy.release()
             return nullcontext()
         return policy.generating(self.sampler, step + 1, self.prompts, trainer.phases, trainer.metrics)
+
+    @property
+    def ahead(self) -> RolloutsAhead | None:
+        """How batches are generated ahead; None: they are not."""
+        return self.sampler.policy if isinstance(self.sampler.policy, RolloutsAhead) else None
+
+    def syncs(self, step: int) -> bool:
+        """Whether weights are synced after ``step``."""
+        return self.ahead is None or step == self.trainer.total_steps or self.ahead.schedule.syncs(step)
+
+    @property
+    def steps_between_stops(self) -> int:
+        return 1 if self.ahead is None else self.ahead.schedule.every
+
+    def prepare_stop(self, step: int) -> bool:
+        """Prepare for a checkpoint of ``step``. Returns False without a sync after ``step``: the engines' weights are not the
+        checkpoint's, so a resumed run would generate with others than the uninterrupted one.
+        """
+        if not self.syncs(step):
+            return False
+        if self.ahead is not None and self.ahead.keeps_requests:
+            note = "requests were taken from the engines; a run that does not stop here has other numbers in the last bits"
+            self.trainer.events.add(step, "left", note)
+            self.ahead.release()
+        return True
 
     @property
     def rollbacks(self) -> Rollbacks:
@@ -335,10 +364,14 @@ class Loop:
 
     def sync_weights(self, step: int) -> None:
         """Transfer the actor's weights to the rollout engine; sampled tokens record ``step`` as their weight_version."""
+        policy = self.ahead
+        continues = policy is not None and policy.keeps_requests
+        keep_cache = policy is not None and continues and policy.schedule.keeps_cache
         with self.trainer.phases("sync"):
-            self.trainer.metrics |= plain_numbers(self.rollout.sync_weights(step))
-            if self.config.async_training.prox_logp == "snapshot":
-                self.actor.take_snapshot()
+            metrics = self.rollout.sync_weights(step, continues=continues, keep_cache=keep_cache)
+        self.trainer.metrics |= plain_numbers(metrics)
+        if self.config.async_training.prox_logp == "snapshot":
+            self.actor.take_snapshot()
 
     def after(self, step: int, batch: Batch) -> None:
         """Collect metrics, validate, log and save. A diverged run is stopped or rolled back here."""
@@ -348,6 +381,9 @@ class Loop:
         trainer.metrics |= reward_metrics(batch, self.prompts.data.data_sources)
         if trainer.is_due(step, config.trainer.test_freq):
             self.validate(step)
+        if self.ahead is not None:
+            seconds = trainer.phases.seconds
+            trainer.metrics["timing_s/trainer_stall"] = seconds.get("gen", 0.0) + seconds.get("sync", 0.0)
         trainer.metrics |= self.performance(batch)
         alarm = trainer.complete(step)
         # Diverged weights are not saved: a rollback replaces them with those of an earlier checkpoint.
@@ -406,6 +442,8 @@ class Loop:
             )
         # Read before load(), which restores the streams' positions and the number of rollbacks along with all other state.
         left, count = trainer.step, self.rollbacks.count + 1
+        if self.ahead is not None:
+            self.ahead.release()
         streams = [part for part in trainer.stateful.values() if isinstance(part, PromptStream | PtxStream)]
         positions = [(stream, stream.state()) for stream in streams]
         trainer.load(checkpoint)

@@ -45,7 +45,7 @@ from trainer.rewards.remote.remote_rewards import needs_data_sources, open_rewar
 from trainer.rewards.rules.reward_registry import check_data_sources
 from trainer.rewards.scoring import Failures, Rewards
 from trainer.rewards.shaping import Shaping
-from trainer.rollout.ahead import RolloutsAhead
+from trainer.rollout.ahead import RolloutsAhead, SyncSchedule
 from trainer.rollout.buffer import GroupBuffer
 from trainer.rollout.partial import FilteredPartialRollouts, PartialRollouts
 from trainer.rollout.policies import FilteredRounds, OneRound
@@ -423,11 +423,18 @@ class Assembly:
         config, groups, filters = self.config, self.config.data.train_batch_size, self.config.algorithm.filter_groups
         flight = config.async_training
         buffer = GroupBuffer(config.actor_rollout_ref.rollout.n + self.wants_baselines, prompts.prompt)
-        clock, staleness = flight.clock, {"one_step_off": 1, "async": flight.max_staleness}.get(flight.mode or "", 0)
-        if staleness:
-            return RolloutsAhead(buffer, groups=groups, oversubmit=flight.oversubmit, max_staleness=staleness, clock=clock)
+        schedule = SyncSchedule(
+            every=flight.trigger_parameter_sync_step,
+            save_every=config.trainer.save_freq,
+            test_every=config.trainer.test_freq,
+            pause=flight.pause,
+            keeps_cache=flight.kv_cache == "keep",
+        )
+        if staleness := {"one_step_off": schedule.every, "async": flight.max_staleness}.get(flight.mode or "", 0):
+            options: dict[str, Any] = {"oversubmit": flight.oversubmit, "max_staleness": staleness, "schedule": schedule}
+            return RolloutsAhead(buffer, groups=groups, clock=flight.clock, **options)
         if flight.mode == "partial":
-            options: dict[str, Any] = {"oversubmit": flight.oversubmit, "max_age": flight.max_age}
+            options = {"oversubmit": flight.oversubmit, "max_age": flight.max_age}
             if filters.enable:
                 # A prompt in flight is not drawn again, so a batch needs as many prompts.
                 size, count = prompts.order.batch_size, prompts.rounds_per_epoch

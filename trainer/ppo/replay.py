@@ -188,7 +188,7 @@ class NoRollout(RemoteRollout):
     def __init__(self) -> None:
         self.version, self.groups = 0, []
 
-    def sync_weights(self, version: int) -> Metrics:
+    def sync_weights(self, version: int, *, continues: bool = False, keep_cache: bool = False) -> Metrics:
         self.version = version
         return {}
 

@@ -64,14 +64,14 @@ class Stopping:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
-    def is_due(self, step: int, seconds: Mapping[str, float], save: float, events: Events) -> bool:
+    def is_due(self, step: int, seconds: Mapping[str, float], save: float, events: Events, further: int = 1) -> bool:
         """Whether the run has to stop now. Called before each step.
 
         step: the last complete step. seconds: its phases, empty before the first step. save: seconds of the longest save until
-        everything was on disk, 0 if there was none.
+        everything was on disk, 0 if there was none. further: steps after which the run can stop again, at most.
 
-        The walltime allows another step if the longest step and the longest save so far fit into the time that is left. Before
-        the first save, a save is assumed to take as long as a step.
+        The walltime allows further steps if ``further`` times the longest step and the longest save so far fit into the time that
+        is left. Before the first save, a save is assumed to take as long as a step.
         """
         self._listen()
         self.furthest = max(self.furthest, step)
@@ -80,8 +80,8 @@ class Stopping:
         for kind, text in self._watch.warnings():
             events.add(step, kind, text)
         # In this order: a signal decides the exit code even if the time is up as well.
-        self._reason = self._asked() or self._out_of_time() or self._running_short()
-        if self._reason is not None:
+        before, self._reason = self._reason, self._asked() or self._out_of_time(further) or self._running_short()
+        if self._reason is not None and before is None:
             events.add(step, "stop", self._reason[1])
         return self._reason is not None
 
@@ -114,11 +114,12 @@ class Stopping:
     def _asked(self) -> tuple[int, str] | None:
         return None if self._signal is None else (128 + self._signal, self._signal.name)
 
-    def _out_of_time(self) -> tuple[int, str] | None:
+    def _out_of_time(self, further: int) -> tuple[int, str] | None:
         step, save, left = self._longest_step, self._longest_save or self._longest_step, self._ends - time.time()
-        if step + save <= left:
+        if further * step + save <= left:
             return None
-        needed = f"the longest step ({step:.1f} s) and save ({save:.1f} s)"
+        steps = f"{further} times " if further > 1 else ""
+        needed = f"{steps}the longest step ({step:.1f} s) and save ({save:.1f} s)"
         return OUT_OF_TIME, f"{needed} do not fit into the {max(left, 0.0):.1f} s left of trainer.walltime={self._walltime}"
 
     def _running_short(self) -> tuple[int, str] | None:

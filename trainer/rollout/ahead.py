@@ -11,19 +11,24 @@ what the batch lacks when the update ends is generated with the new weights.
 
 The trainers cannot send weights during an update. If a replica dies then, the others continue; its unfinished responses return to
 what the buffer has of them, and are generated after the sync, which replaces the replica.
+
+Requests may stay in the engines between two steps, also while their weights change (``SyncSchedule``). A checkpoint holds no
+engine's state: before it, and before a validation, all requests are taken from the engines, in an uninterrupted run too.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Literal
 
 from trainer.data.dataset import PromptStream
-from trainer.rollout.buffer import GroupBuffer
+from trainer.rollout.buffer import GroupBuffer, PendingGroup
 from trainer.rollout.partial import PartialRollouts, TokenCounts
+from trainer.rollout.remote_rollout import RolloutFlow
 from trainer.rollout.sampler import Overlap, Sampler
 from trainer.run.timing import Phases
 from workers.batch import Batch
@@ -32,11 +37,42 @@ ABANDON_SECONDS = 20.0
 """Limit for the generation to return after the step has failed; its workers end with the run."""
 
 
+@dataclass(frozen=True, slots=True)
+class SyncSchedule:
+    """Steps after which the engines get the trainer's weights, and what happens to unfinished responses there.
+
+    Everything depends on step numbers alone, so that a resumed run has the syncs of the uninterrupted one.
+
+    every: steps between syncs, at most. save_every, test_every: steps between checkpoints and validations, which need the present
+    weights; -1: none. pause, keeps_cache: see async_training.pause and kv_cache.
+    """
+
+    every: int = 1
+    save_every: int = -1
+    test_every: int = -1
+    pause: Literal["abort", "keep", "finish"] = "abort"
+    keeps_cache: bool = False
+
+    def syncs(self, step: int) -> bool:
+        """Whether weights are synced after ``step``."""
+        return step % self.every == 0 or self.needs_empty_engines(step)
+
+    def needs_empty_engines(self, step: int) -> bool:
+        """Whether a checkpoint or a validation follows ``step``."""
+        return any(every > 0 and step % every == 0 for every in (self.save_every, self.test_every))
+
+    def at_end(self, step: int) -> Literal["abort", "keep", "finish"]:
+        """What happens to unfinished responses at the end of ``step``: see async_training.pause."""
+        if not self.syncs(step):
+            return "keep"
+        return "abort" if self.pause == "keep" and self.needs_empty_engines(step) else self.pause
+
+
 class RolloutsAhead(PartialRollouts):
     """Batches that were generated during the step before; the first of a run is generated when it is asked for.
 
-    With ``max_staleness`` 1 every group is admitted and completed for one step. From 2 on long responses continue with newer
-    weights, as in partial rollouts.
+    With the smallest ``max_staleness``, that of the schedule's ``every``, every group is admitted and completed for one step.
+    Above it long responses continue with newer weights, as in partial rollouts.
     """
 
     def __init__(
@@ -46,17 +82,63 @@ class RolloutsAhead(PartialRollouts):
         groups: int,
         oversubmit: float,
         max_staleness: int,
+        schedule: SyncSchedule,
         clock: Literal["logical", "wall"] = "logical",
     ) -> None:
         """max_staleness: versions between the weights before an update and those that sampled any token of it, at most.
 
         clock: "logical": what is generated ahead is the batch; "wall": until the update has ended, within the bound.
         """
-        # A group that is admitted for a step meets the weights of the step before the last, hence one less.
-        super().__init__(buffer, groups=groups, oversubmit=oversubmit, max_age=max_staleness - 1)
+        # The batch of step s is generated in step s - 1 with weights of step s - 1 - every or later: its new groups have a
+        # staleness of ``every`` at most, and one more for each step that they wait.
+        super().__init__(buffer, groups=groups, oversubmit=oversubmit, max_age=max_staleness - schedule.every)
+        self.schedule = schedule
         self.in_step = clock == "logical"
         self._counts = TokenCounts()
         """Of the step."""
+        self._kept: RolloutFlow | None = None
+        self._ended: float | None = None
+        """When the last batch and the update of the same step had ended (perf_counter)."""
+
+    @property
+    def keeps_requests(self) -> bool:
+        """Whether the engines have requests between two generations."""
+        return self._kept is not None
+
+    def generate(
+        self,
+        sampler: Sampler,
+        step: int,
+        prompts: PromptStream,
+        counts: TokenCounts,
+        ended: Callable[[], bool] | None = None,
+        *,
+        replaces: bool = True,
+    ) -> Generator[list[PendingGroup], None, None]:
+        yield from super().generate(sampler, step, prompts, counts, ended, replaces=replaces)
+        # The batch of ``step`` is generated in the step before it.
+        match self.schedule.at_end(step - 1):
+            case "abort":
+                counts.generated += self.release()
+            case "finish" if self._kept is not None:
+                while self._kept.start():
+                    counts.generated += self._wait(self._kept)
+                self._kept = None
+
+    def release(self) -> int:
+        """Take all requests from the engines; returns the number of tokens that were sampled for them."""
+        flow, self._kept = self._kept, None
+        return 0 if flow is None else self._suspend(flow)
+
+    def _begin(self, sampler: Sampler, counts: TokenCounts, *, replaces: bool) -> RolloutFlow:
+        return self._kept or super()._begin(sampler, counts, replaces=replaces)
+
+    def _end(self, flow: RolloutFlow, counts: TokenCounts) -> None:
+        counts.generated += sum(self.buffer.add(part, ended=True) for part in flow.settle())
+        self._kept = flow if flow.unfinished else None
+        # What a replica had that died is in no engine: the next flow gets it, together with all others.
+        if flow.has_lost:
+            counts.generated += self.release()
 
     @contextmanager
     def generating(
@@ -69,6 +151,8 @@ class RolloutsAhead(PartialRollouts):
         failed, ended = list[BaseException](), list[float]()
         updated, abandoned = threading.Event(), threading.Event()
         until = None if self.in_step else updated.is_set
+        if self._ended is not None:
+            metrics["timing_s/engine_stall"] = time.perf_counter() - self._ended
 
         def work() -> None:
             try:
@@ -96,12 +180,16 @@ class RolloutsAhead(PartialRollouts):
             raise failed[0]
         metrics["rollout/recomputed_tokens"] = float(self._counts.recomputed)
         metrics["timing_s/rollout_idle"] = max(0.0, waits - ended[0])
+        self._ended = max(waits, ended[0])
 
     def batch(self, sampler: Sampler, step: int, prompts: PromptStream, phases: Phases, overlap: Overlap | None) -> Batch:
         self._counts = TokenCounts()
         with phases("gen"):
             # Without a tick, except in the first step of a run, with the wall clock, and after the death of a replica.
-            taken = [group for new in self.generate(sampler, step, prompts, self._counts) for group in new]
+            taken = list[PendingGroup]()
+            # Again if a replica died whose requests were kept over a sync: it is replaced when the next flow calls it.
+            while len(taken) < self.groups:
+                taken = [group for new in self.generate(sampler, step, prompts, self._counts) for group in new]
             # Not in the thread: scores of the batch that is trained on and of a validation are collected between the two.
             submitted = self._submit(sampler, taken)
         batch = self._taken(sampler, submitted, taken, step, phases, overlap)

@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import Any
 
 import torch
 
@@ -90,9 +91,7 @@ class PartialRollouts:
             return len(taken) >= self.groups if ended is None else ended()
 
         if not is_over():
-            rollout, expected = sampler.rollout, self.groups * buffer.n
-            flow = rollout.flow(sampler.sampling, buffer.requests, expected=expected, in_step=self.in_step, replaces=replaces)
-            counts.recomputed += self._resubmit(flow)
+            flow = self._begin(sampler, counts, replaces=replaces)
             if ended is None:
                 # Groups that have waited since the last step count: else more would wait, and become older, with every step.
                 n_waiting = len(buffer) - buffer.n_unfinished
@@ -111,8 +110,19 @@ class PartialRollouts:
                 n_unfinished = self.in_flight - n_waiting
                 new = self._further(taken, step)
                 taken = taken + new
-            counts.generated += self._suspend(flow)
+            self._end(flow, counts)
         yield new
+
+    def _begin(self, sampler: Sampler, counts: TokenCounts, *, replaces: bool) -> RolloutFlow:
+        """Flow of the step, with all unfinished responses."""
+        options: dict[str, Any] = {"expected": self.groups * self.buffer.n, "in_step": self.in_step, "replaces": replaces}
+        flow = sampler.rollout.flow(sampler.sampling, self.buffer.requests, **options)
+        counts.recomputed += self._resubmit(flow)
+        return flow
+
+    def _end(self, flow: RolloutFlow, counts: TokenCounts) -> None:
+        """End the generation of the step."""
+        counts.generated += self._suspend(flow)
 
     def _taken(
         self,

@@ -74,10 +74,12 @@ class RemoteRollout:
             self.groups[number].register_mesh(ROLE, mesh)
         return meshes
 
-    def sync_weights(self, version: int) -> Metrics:
+    def sync_weights(self, version: int, *, continues: bool = False, keep_cache: bool = False) -> Metrics:
         """Give every engine the weights of the source; completions have ``version`` from now on.
 
-        Replicas that died since their last call are replaced first.
+        Replicas that died since their last call are replaced first. continues: the engines have requests, which continue with
+        the new weights; a replica that died is an error then, because its requests are lost. keep_cache: see
+        Rollout.load_weights.
         """
         from workers.roles.worker import Worker
 
@@ -89,13 +91,15 @@ class RemoteRollout:
             results = self.watchdog.results(alive, every=True)
             for replica, call in enumerate(alive):
                 if isinstance(death := results[call], WorkerError):
+                    if continues:
+                        raise death
                     with self._replicas.replaced(replica, death):
                         self._build([replica])
-        return self._sync(range(len(self.groups)))
+        return self._sync(range(len(self.groups)), keep_cache=keep_cache)
 
-    def _sync(self, numbers: Sequence[int]) -> Metrics:
+    def _sync(self, numbers: Sequence[int], *, keep_cache: bool = False) -> Metrics:
         """Give the engines of these groups the weights of the source."""
-        receiving = dict.fromkeys(numbers, role_call(ROLE, RolloutRole.sync_weights, self.version))
+        receiving = dict.fromkeys(numbers, role_call(ROLE, RolloutRole.sync_weights, self.version, keep_cache))
         if self.trainers is None:
             return join_metrics([one for of_group in self._together("sync", receiving) for one in of_group])
         what = f"weight sync ({self.source} sends)"
@@ -284,17 +288,39 @@ class RolloutFlow:
             self._progress.record(self._ended, self._ended_tokens)
         return [responses for responses in results.values() if len(responses)]
 
+    @property
+    def unfinished(self) -> int:
+        """Number of requests that wait or run."""
+        return self._scheduler.unfinished
+
+    def settle(self) -> list[Batch]:
+        """Wait for the calls in progress; the engines keep the requests. Returns responses that ended.
+
+        A replica that dies from now on is not replaced here: its calls cannot be repeated with other weights.
+        """
+        self._replaces = False
+        return self._outstanding()
+
+    @property
+    def has_lost(self) -> bool:
+        """Whether a replica died and was not replaced. The flow has no longer the requests that it had."""
+        return len(self._scheduler.replicas) < len(self._made)
+
     def suspend(self) -> tuple[list[Batch], list[Batch]]:
         """Take all requests from the engines. Returns responses that ended meanwhile, and what was sampled for the others."""
-        ended: list[Batch] = []
-        while self._calls:
-            ended += self.wait()
+        ended = self._outstanding()
         for replica in self._scheduler.replicas:
             self._start(replica, role_call(ROLE, RolloutRole.suspend))
         # In the order of replicas: the order in which calls end differs from run to run.
         parts = [part for _, part in sorted(self._results(every=True).items())]
         ended += [part.select(part.rows["ended"].nonzero().flatten()) for part in parts if part.rows["ended"].any()]
         return ended, [part.select((~part.rows["ended"]).nonzero().flatten()) for part in parts]
+
+    def _outstanding(self) -> list[Batch]:
+        ended: list[Batch] = []
+        while self._calls:
+            ended += self.wait()
+        return ended
 
     def _advance(self, ids: Sequence[int], steps: int) -> Call[Batch]:
         return role_call(ROLE, RolloutRole.advance, self._requests(ids) if ids else None, self._sampling, steps)

@@ -44,8 +44,10 @@ class RolloutRole:
         self.during = during
         self.gc_time = gc_time
 
-    def sync_weights(self, version: int) -> Metrics:
+    def sync_weights(self, version: int, keep_cache: bool = False) -> Metrics:
         """Bring the engine's weights up to date; a source in this process may leave the device afterwards. Collective.
+
+        Unfinished requests continue with the new weights. keep_cache: see Rollout.load_weights.
 
         Returns metrics: what was verified of the engine's weights; and, since the last sync, the seconds of the slowest rank
         in engine_sleep, engine_wake, release_memory (see MemoryScheduler) and gc, which are parts of the phases in which they
@@ -55,7 +57,7 @@ class RolloutRole:
             # This sync decides anew whether the engine can share the source's tensors.
             self.memory_scheduler.share_weights_of(None)
             self.memory_scheduler.enter("sync", self.source)
-            shared, metrics = self.sync(version)
+            shared, metrics = self.sync(version, keep_cache=keep_cache)
             if shared:
                 self.memory_scheduler.share_weights_of(self.source)
         seconds = self.memory_scheduler.take_seconds()

@@ -230,21 +230,24 @@ class Rollout(ABC):
         return weights
 
     @abstractmethod
-    def load_weights(self, weights: Iterator[tuple[str, Tensor]], version: int) -> None:
+    def load_weights(self, weights: Iterator[tuple[str, Tensor]], version: int, *, keep_cache: bool = False) -> None:
         """Copy weights into the engine and drop whatever depends on the old ones (KV and prefix caches).
 
-        weights: full tensors, named as by to_engine_names.
+        weights: full tensors, named as by to_engine_names. keep_cache: running requests continue with the keys and values that
+        they have, which no other request shares from now on. Engines that cannot are rejected when the configuration is checked.
         """
 
     def share_weights(self, weights: dict[str, Tensor], version: int) -> bool:
         """Use the trainer's own tensors without a copy. Returns False if this engine cannot use them; then call load_weights."""
         return False
 
-    def load_adapter(self, config: LoraConfig, weights: Iterator[tuple[str, Tensor]], version: int) -> None:
+    def load_adapter(
+        self, config: LoraConfig, weights: Iterator[tuple[str, Tensor]], version: int, *, keep_cache: bool = False
+    ) -> None:
         """Replace the LoRA adapter on top of the base weights that load_weights copied; later responses use the new one.
 
-        weights: full tensors under the names of peft's files. Used only with ``lora_sync=adapter``. Raises ValueError for weights
-        that do not fit. Engines without adapters are rejected when the configuration is checked.
+        weights: full tensors under the names of peft's files. keep_cache: see load_weights. Used only with ``lora_sync=adapter``.
+        Raises ValueError for weights that do not fit. Engines without adapters are rejected when the configuration is checked.
         """
         raise ValueError(f"actor_rollout_ref.rollout.lora_sync=adapter: {type(self).__name__} takes no adapters")
 

@@ -12,6 +12,13 @@ from configs.validation.programs import check_generation, check_ppo, check_sft
 ACTOR, ROLLOUT, REF = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.ref"
 FILTER, OVERLONG = "algorithm.filter_groups", "reward.reward_kwargs.overlong_buffer_cfg"
 CORRECTION = "algorithm.rollout_correction"
+AHEAD = (
+    "algorithm=grpo",
+    f"{ROLLOUT}.n=2",
+    "placement=split",
+    "async_training.mode=async",
+    "algorithm.rollout_correction.rollout_is=token",
+)
 WORKERS = "8 workers (trainer.nnodes * trainer.n_gpus_per_node = 1 * 8)"
 TOO_SMALL = "a micro-batch of {} tokens cannot hold the longest row"
 LONGEST = "data.max_prompt_length + data.max_response_length = 512 + 512 = 1024"
@@ -258,6 +265,31 @@ def test_defaults_and_quick_start_have_no_errors_or_notes() -> None:
             ],
         ),
         (["async_training.mode=partial", "async_training.prox_logp=loglinear", f"{CORRECTION}.rollout_is=token"], []),
+        (
+            [*AHEAD, "async_training.trigger_parameter_sync_step=3", "async_training.kv_cache=keep"],
+            [
+                "async_training.trigger_parameter_sync_step=3: a batch is generated one step ahead, with weights from up to "
+                "3 - 1 steps before, so its tokens are up to 1 + 2 = 3 versions old, more than async_training.max_staleness=2; "
+                "increase that, or sync more often",
+                "async_training.kv_cache=keep: with async_training.pause=abort no response is running; use pause=keep",
+            ],
+        ),
+        (
+            [*AHEAD, f"{ROLLOUT}.name=sglang", "async_training.pause=keep", "async_training.kv_cache=keep"],
+            [
+                "async_training.kv_cache=keep: SGLang cannot drop the cached prefixes of old weights while requests run, and new "
+                "requests would share them; use kv_cache=recompute, or another engine"
+            ],
+        ),
+        (
+            ["async_training.trigger_parameter_sync_step=2", "async_training.pause=finish"],
+            [
+                "async_training.trigger_parameter_sync_step=2: with async_training.mode=null nothing is generated during an "
+                "update; use mode=one_step_off or async, or remove it",
+                "async_training.pause=finish: with async_training.mode=null nothing is generated during an update; use "
+                "mode=one_step_off or async, or remove it",
+            ],
+        ),
         (
             ["data.gen_batch_size=2048"],
             [

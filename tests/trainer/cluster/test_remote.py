@@ -57,7 +57,7 @@ class Mirror:
     def send_weights(self, replicas: list[int]) -> None:
         self.sent = True
 
-    def sync_weights(self, version: int) -> dict[str, Metric]:
+    def sync_weights(self, version: int, keep_cache: bool = False) -> dict[str, Metric]:
         return {"version": Metric.max(version), "ranks": Metric.sum(1)}
 
     def has_sent(self) -> bool:

@@ -62,6 +62,13 @@ def test_step_begins_only_if_it_and_a_save_fit(tmp_path: Path, phases: list[tupl
         clock.check()
 
 
+@pytest.mark.parametrize(("further", "due"), [(1, False), (3, False), (4, True)])
+def test_walltime_leaves_room_for_all_steps_up_to_the_next_stop(tmp_path: Path, further: int, due: bool) -> None:
+    clock = with_seconds_left(tmp_path, 100.0)
+    with clock:
+        assert clock.is_due(1, {"step": 25.0}, 10.0, Events(tmp_path), further) is due
+
+
 def test_end_of_the_walltime_is_reported_with_the_arithmetic(tmp_path: Path) -> None:
     clock = with_seconds_left(tmp_path, 10.0)
     (tmp_path / "global_step_7").mkdir()

@@ -4,6 +4,7 @@ import random
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, cast
 
 import pytest
@@ -12,9 +13,11 @@ from tests.trainer.rollout.test_partial import Buffer, Engine, Flow, Slow, group
 from tests.trainer.rollout.test_sampler import KINDS, Case, Judge, make
 from trainer.data.dataset import Prompt, PromptStream
 from trainer.data.order import DataOrder
-from trainer.rollout.ahead import RolloutsAhead
+from trainer.rollout.ahead import RolloutsAhead, SyncSchedule
 from trainer.run.timing import Phases
 from workers.batch import Batch
+
+EVERY_STEP = SyncSchedule()
 
 
 @pytest.fixture(scope="module")
@@ -33,6 +36,7 @@ class Run:
         groups: int = 3,
         oversubmit: float = 1.5,
         max_staleness: int = 2,
+        schedule: SyncSchedule = EVERY_STEP,
         slots: int = 12,
         steps: int | None = None,
         judge: type[Judge] = Judge,
@@ -43,7 +47,9 @@ class Run:
         self.stream = PromptStream(cast(Any, prompts), DataOrder(len(prompts), groups, seed=0, shuffle=True))
         self.buffer = Buffer(case.sampler.n, self.stream.prompt)
         self.sampler, self.judge, self.steps, self.step = case.sampler, judge, steps, 0
-        self.policy = RolloutsAhead(self.buffer, groups=groups, oversubmit=oversubmit, max_staleness=max_staleness)
+        self.policy = RolloutsAhead(
+            self.buffer, groups=groups, oversubmit=oversubmit, max_staleness=max_staleness, schedule=schedule
+        )
         self.engine = engine(slots)
 
     def next_batch(self, train: Callable[[], object] = lambda: None) -> Batch:
@@ -55,7 +61,10 @@ class Run:
         if self.step != self.steps:
             with self.policy.generating(self.sampler, self.step + 1, self.stream, Phases(), {}):
                 train()
-        self.engine.version = self.step
+        else:
+            self.policy.release()
+        if self.policy.schedule.syncs(self.step):
+            self.engine.version = self.step
         return batch
 
     @property
@@ -99,13 +108,16 @@ class Mortal(Engine):
 
 @pytest.mark.parametrize("seed", range(200))
 def test_every_ordinal_is_trained_once_and_never_staler_than_the_bound(seed: int, case: Case) -> None:
-    """With kills inside and between steps, checkpoints of every step or every second one, slow training and slow scores."""
+    """With kills inside and between steps, slow training and slow scores, and weights that change while responses are in flight."""
     numbers = random.Random(seed)
     options: dict[str, Any] = {
         "groups": numbers.randint(1, 6), "max_staleness": numbers.randint(1, 4), "oversubmit": numbers.choice([1.0, 1.5, 3.0]),
         "slots": numbers.choice([6, 16, 60]), "judge": numbers.choice([Judge, Slow]), "engine": Mortal,
     }  # fmt: skip
     groups, bound, save_freq = options["groups"], options["max_staleness"], numbers.randint(1, 2)
+    pause = numbers.choice(["abort", "keep", "finish"])
+    schedule = replace(EVERY_STEP, every=numbers.randint(1, bound), save_every=save_freq, pause=pause)
+    options["schedule"] = schedule
     undisturbed = Run(case, **options | {"judge": Judge})
     batches = [undisturbed.next_batch() for _ in range(6)]
     run, saved = Run(case, **options), (None, [])
@@ -132,10 +144,15 @@ def test_every_ordinal_is_trained_once_and_never_staler_than_the_bound(seed: int
             assert len(run.buffer.complete()) >= groups, "the next batch is there"
             versions = batch.tokens["weight_version"][batch.tokens["response_mask"].bool()]
             assert staleness(batch) == run.step - 1 - int(versions.min()) <= bound
+            assert {*versions.tolist()} <= {0, *(step for step in range(1, run.step) if schedule.syncs(step))}
+            of_rows = zip(batch.split_rows("weight_version"), batch.split_rows("response_mask"), strict=True)
+            assert pause != "finish" or all(len(row[mask.bool()].unique()) == 1 for row, mask in of_rows)
+            assert pause != "finish" or not schedule.syncs(run.step) or run.buffer.n_unfinished == 0
             shares = [batch.meta["metrics"].get(f"rollout/staleness/{k}", 0.0) for k in range(bound + 1)]
             assert shares == [float((versions == run.step - 1 - k).double().mean()) for k in range(bound + 1)]
             assert same(batch, batches[run.step - 1])
-            if run.step % save_freq == 0:
+            if schedule.needs_empty_engines(run.step):
+                assert not run.policy.keeps_requests
                 saved = run.state, [*trained]
             if killed == "between steps":
                 raise Killed
@@ -164,6 +181,53 @@ def test_run_that_is_resumed_after_any_step_has_the_same_batches(bound: int, cas
         again = Run(case, **options, judge=Slow)
         again.resume(states[step - 1])
         assert all(same(again.next_batch(lambda: time.sleep(0.001)), batch) for batch in batches[step:])
+
+
+def test_schedule_depends_on_steps_alone() -> None:
+    schedule = SyncSchedule(every=3, save_every=5, test_every=4, pause="keep", keeps_cache=False)
+    assert [step for step in range(1, 13) if schedule.syncs(step)] == [3, 4, 5, 6, 8, 9, 10, 12]
+    ends = {step: schedule.at_end(step) for step in range(1, 7)}
+    assert ends == {1: "keep", 2: "keep", 3: "keep", 4: "abort", 5: "abort", 6: "keep"}
+    assert replace(schedule, pause="abort").at_end(2) == "keep", "the engines continue with their weights"
+    assert {replace(schedule, pause="finish").at_end(step) for step in (3, 4, 5)} == {"finish"}
+
+
+@pytest.mark.parametrize("pause", ["abort", "keep", "finish"])
+@pytest.mark.parametrize("every", [1, 2])
+def test_run_that_is_resumed_between_two_syncs_has_the_same_batches(every: int, pause: Any, case: Case) -> None:
+    schedule = replace(EVERY_STEP, every=every, save_every=3, pause=pause)
+    options: dict[str, Any] = {"max_staleness": 4, "oversubmit": 3.0, "slots": 6, "schedule": schedule}
+    whole, states, batches = Run(case, **options), {}, []
+    for step in range(1, 11):
+        batches.append(whole.next_batch())
+        if schedule.needs_empty_engines(step):
+            states[step] = whole.state
+    assert [*states] == [3, 6, 9]
+    for step, state in states.items():
+        again = Run(case, **options, judge=Slow)
+        again.resume(state)
+        assert all(same(again.next_batch(lambda: time.sleep(0.001)), batch) for batch in batches[step:])
+
+
+def test_kept_requests_are_computed_once_and_long_responses_have_several_versions(case: Case) -> None:
+    """Between two checkpoints the engines keep their requests, so one flow serves all steps."""
+    flows: list[Flow] = []
+
+    class Counting(Engine):
+        def flow(self, *args: Any, **options: Any) -> Flow:
+            flows.append(super().flow(*args, **options))
+            return flows[-1]
+
+    options: dict[str, Any] = {"max_staleness": 4, "oversubmit": 3.0, "slots": 4, "engine": Counting}
+    kept = Run(case, schedule=replace(EVERY_STEP, pause="keep", save_every=6), **options)
+    batches = [kept.next_batch() for _ in range(5)]
+    assert len(flows) == 2 and kept.policy.keeps_requests, "the first is that of step 0, where engines are empty too"
+    versions = [row.unique() for batch in batches for row in batch.split_rows("weight_version")]
+    assert max(map(len, versions)) >= 3
+    kept.next_batch()
+    assert len(flows) == 2 and not kept.policy.keeps_requests, "the checkpoint of step 6 holds all of them"
+    kept.next_batch()
+    assert len(flows) == 3
 
 
 def test_nothing_is_generated_beyond_the_last_step(case: Case) -> None:

@@ -53,7 +53,9 @@ def reference_fit(loop: Loop) -> None:
         with trainer.phases("step"):
             batch = loop.next_batch(step)
             assert batch is not None
-            if step < trainer.total_steps:
+            if step == trainer.total_steps:
+                policy.release()
+            else:
                 counts = TokenCounts()
                 for _ in policy.generate(loop.sampler, step + 1, loop.prompts, counts):
                     pass
@@ -64,7 +66,8 @@ def reference_fit(loop: Loop) -> None:
             batch |= loop.loss_mask(batch)
             loop.response_log.record(step, batch, loop.actor)
             loop.update(step, batch)
-            loop.sync_weights(step)
+            if loop.syncs(step):
+                loop.sync_weights(step)
         loop.after(step, batch)
 
 
@@ -240,3 +243,43 @@ def test_run_with_another_proximal_policy_repeats_and_resumes_bitwise(
         recomputed = run_ppo(task, tmp_path / "recomputed", *options, "async_training.prox_logp=recompute")
         same = [a == b for a, b in zip(repeatable(recomputed), repeatable(whole), strict=True)]
         assert same[0] and not same[1], "the first step's weights are those of the sync, the second step's are not"
+
+
+@pytest.mark.parametrize("flight", [("keep", "keep"), ("finish", "recompute")])
+def test_weights_that_are_synced_every_second_step_while_requests_run(
+    flight: tuple[str, str], task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Syncs after steps 2, 3 (checkpoint), 4 and 6: a resumed run continues between two syncs."""
+
+    def options(name: str) -> tuple[str, ...]:
+        dumps = f"trainer.rollout_data_dir={tmp_path / name / 'rollouts'}"
+        settings = ("mode=async", "max_staleness=4", "trigger_parameter_sync_step=2", "oversubmit=3")
+        settings += (f"pause={flight[0]}", f"kv_cache={flight[1]}")
+        steps = ("trainer.total_training_steps=6", "trainer.save_freq=3")
+        return (*AHEAD, *(f"async_training.{setting}" for setting in settings), *steps, dumps)
+
+    whole = run_ppo(task, tmp_path / "whole", *options("whole"))
+    assert max(step["rollout/staleness/max"] for step in whole) <= 4
+    assert [int(step["training/global_step"]) for step in whole if "timing_s/sync" in step] == [2, 3, 4, 6]
+    assert [step["training/global_step"] for step in whole if step["timing_s/trainer_stall"] > 0] == [1, 2, 3, 4, 5, 6]
+    mixed = 0
+    for step in range(1, 7):
+        dump = load_file(tmp_path / "whole" / "rollouts" / f"step_{step}.safetensors")
+        lengths, mask = dump["lengths"].tolist(), dump["tokens.response_mask"].bool()
+        columns = zip(dump["tokens.weight_version"].split(lengths), mask.split(lengths), strict=True)
+        versions = [{*row[trained].tolist()} for row, trained in columns]
+        assert {0, 2, 3, 4} >= set().union(*versions)
+        mixed += sum(len(of_row) > 1 for of_row in versions)
+    assert (mixed > 0) == (flight[0] == "keep")
+
+    if flight[0] == "keep":
+        monkeypatch.setattr(Loop, "fit", reference_fit)
+        assert repeatable(run_ppo(task, tmp_path / "sequential", *options("sequential"))) == repeatable(whole)
+        monkeypatch.undo()
+        monkeypatch.setattr(remote_rollout, "STEPS", 4)
+    path = ("trainer.resume_mode=resume_path", f"trainer.resume_from_path={tmp_path / 'whole' / 'global_step_3'}")
+    resumed = run_ppo(task, tmp_path / "resumed", *options("resumed"), *path)
+    # Each sync verifies other lines than the one before it: which ones depends on the number of syncs of a process.
+    for step in (*whole, *resumed):
+        step.pop("rollout/verified_bytes", None)
+    assert repeatable(resumed) == repeatable(whole[3:])

@@ -12,7 +12,7 @@ import pytest
 
 import trainer.rollout.remote_rollout as remote_rollout
 from scripts.bench.rollout_flow import Settings, Simulation
-from tests.trainer.rollout.test_ahead import Run, staleness
+from tests.trainer.rollout.test_ahead import EVERY_STEP, Run, staleness
 from tests.trainer.rollout.test_partial import TICK, Engine, Flow, groups_of
 from tests.trainer.rollout.test_sampler import KINDS, Case, make
 from trainer.rollout.ahead import RolloutsAhead
@@ -98,7 +98,7 @@ class WallRun(Run):
         )
         options = {"groups": self.policy.groups, "oversubmit": of.get("oversubmit", 1.5)}
         self.bound = of.get("max_staleness", 2)
-        self.policy = RolloutsAhead(self.buffer, **options, max_staleness=self.bound, clock=clock)
+        self.policy = RolloutsAhead(self.buffer, **options, max_staleness=self.bound, schedule=EVERY_STEP, clock=clock)
         self.logical, self.waited = clock == "logical", 0
 
     def step_of(self, update_seconds: float) -> Batch:
@@ -241,7 +241,9 @@ def simulated(clock: Literal["logical", "wall"], updates: Sequence[float], folde
     """Simulated seconds of 16 steps, in total, and in which trainer and engine waited. updates: their seconds, in turn."""
     with LocalBackend() as backend:
         run = Simulation(SETTINGS, backend, folder, "partial")
-        policy = RolloutsAhead(run.buffer, groups=SETTINGS.prompts, oversubmit=1.5, max_staleness=3, clock=clock)
+        policy = RolloutsAhead(
+            run.buffer, groups=SETTINGS.prompts, oversubmit=1.5, max_staleness=3, schedule=EVERY_STEP, clock=clock
+        )
         run.sampler.policy = policy
         trainer_idle = engine_idle = 0.0
         for step in range(SETTINGS.steps):

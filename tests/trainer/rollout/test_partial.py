@@ -58,14 +58,21 @@ class Flow:
     left: dict[int, list[int]] = field(default_factory=dict)
     """Tokens that a request has yet to generate, and those of this flow so far."""
     sampled: dict[int, list[int]] = field(default_factory=dict)
+    versions: dict[int, list[int]] = field(default_factory=dict)
 
     def admit(self, ids: Sequence[int], prompt_tokens: int) -> None:
         self.new += ids
 
+    has_lost = False
+
+    @property
+    def unfinished(self) -> int:
+        return len(self.new) + len(self.left)
+
     def start(self) -> bool:
         rows, new = self.requests(self.new).rows if self.new else {}, self.new
         for id, seed, begun in zip(new, *(rows[name].tolist() for name in ("seed", "begun") if new), strict=False):
-            self.left[id], self.sampled[id] = self.engine.response(seed)[begun:], []
+            self.left[id], self.sampled[id], self.versions[id] = self.engine.response(seed)[begun:], [], []
         self.new = []
         return bool(self.left)
 
@@ -73,9 +80,13 @@ class Flow:
         running = list(self.left)[: self.engine.slots]
         for id in running:
             self.sampled[id] += self.left[id][:TICK]
+            self.versions[id] += [self.engine.version] * len(self.left[id][:TICK])
             self.left[id] = self.left[id][TICK:]
         ended = [id for id in running if not self.left[id]]
         return [self.pop(ended)] if ended else []
+
+    def settle(self) -> list[Batch]:
+        return []
 
     def suspend(self) -> tuple[list[Batch], list[Batch]]:
         return [], [self.pop(list(self.left))]
@@ -85,12 +96,13 @@ class Flow:
         for id in ids:
             del self.left[id]
         tokens = torch.tensor([token for row in rows for token in row], dtype=torch.int64)
+        versions = [version for id in ids for version in self.versions.pop(id)]
         return Batch(
             torch.tensor([len(row) for row in rows], dtype=torch.int64),
             {
                 "input_ids": tokens,
                 "rollout_log_probs": torch.zeros(len(tokens)),
-                "weight_version": torch.full((len(tokens),), self.engine.version, dtype=torch.int32),
+                "weight_version": torch.tensor(versions, dtype=torch.int32),
             },
             {"id": torch.tensor(ids, dtype=torch.int64), "finished": torch.ones(len(ids), dtype=torch.int64)},
         )

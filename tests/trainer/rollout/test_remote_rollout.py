@@ -131,7 +131,7 @@ class ReplicaGroup:
         assert meeting == f"channel {self.name}"
         return 0, True
 
-    def sync_weights(self, version: int) -> dict[str, Metric]:
+    def sync_weights(self, version: int, keep_cache: bool = False) -> dict[str, Metric]:
         self.version = version
         return {}
 

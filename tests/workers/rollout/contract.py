@@ -1,15 +1,17 @@
 """What every engine must do that has weights of its own, in requests of LENGTH tokens: checks for the tests of each."""
 
-from collections.abc import Callable, Sequence
+import copy
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import pytest
+import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
 from tests.workers.rollout.engines import VOCAB, log_prob_error, ragged_prompts, request
 from tests.workers.rollout.vllm_workers import LENGTH
-from workers.rollout.base import EngineAsleep, Request, Rollout
+from workers.rollout.base import Completion, EngineAsleep, Request, Rollout
 
 REFUSED = [
     (request(5, ()), "request 5: empty prompt"),
@@ -156,3 +158,73 @@ def check_what_sleeps(engine: Rollout, give: Callable[[int], object], requests: 
     engine.step()
     engine.wake(weights=True, kv_cache=True)  # awake already: nothing is lost
     engine.step()
+
+
+@torch.no_grad()
+def log_probs_in_flight(
+    models: Mapping[int, PreTrainedModel], asked: Request, completion: Completion, *, keep_cache: bool
+) -> list[float]:
+    """Log-probs of the tokens by plain transformers, each by the model of its version.
+
+    keep_cache: keys and values of a position are of the model that computed them first; otherwise all are of the token's version.
+    """
+    found, prompt, cache = [], list(asked.prompt_ids), DynamicCache()
+    for place, (token, version) in enumerate(zip(completion.token_ids, completion.versions, strict=True)):
+        if keep_cache:
+            new = prompt if place == 0 else [completion.token_ids[place - 1]]
+            logits = models[version](input_ids=torch.tensor([new]), past_key_values=cache, use_cache=True).logits
+        else:
+            whole = [*prompt, *completion.token_ids[:place]]
+            logits = models[version](input_ids=torch.tensor([whole]), use_cache=False).logits
+        found.append(float(logits[0, -1].float().log_softmax(-1)[token]))
+    return found
+
+
+def check_weights_in_flight(engine: Rollout, model: PreTrainedModel, *, keep_cache: bool) -> None:
+    """Weights change twice while requests run, wait and arrive. The engine has the weights of ``model``, version 1."""
+    models = {1: model}
+    for version in (2, 3):
+        torch.manual_seed(version)
+        models[version] = copy.deepcopy(model)
+        with torch.no_grad():
+            for weight in models[version].parameters():
+                weight.add_(torch.randn_like(weight) * 0.02)
+
+    def load(version: int, keep_cache: bool) -> None:
+        engine.load_weights(models[version].named_parameters(), version, keep_cache=keep_cache)
+
+    # More than a block of vLLM's cache on CPU. Two of them run from the first step on, others are the same prompt later.
+    long, short, later = ([2 + (i * j) % 50 for j in range(length)] for i, length in ((1, 140), (3, 5), (7, 130)))
+    prompts = [long, long, short, later, long, later, long, short]
+    requests = [request(i, prompt, ignore_eos=True, max_tokens=14 if i < 4 else 9) for i, prompt in enumerate(prompts)]
+    done = []
+    engine.submit(requests[:4])
+    done += [*engine.step(), *engine.step(), *engine.step()]
+    engine.submit(requests[4:5])  # waits while the weights change
+    load(2, keep_cache)
+    engine.submit(requests[5:7])
+    done += [*engine.step(), *engine.step(), *engine.step()]
+    load(3, keep_cache)
+    engine.submit(requests[7:])
+    while engine.unfinished:
+        done += engine.step()
+    by_id = {completion.id: completion for completion in done}
+    assert all([*by_id[i].versions] == [1] * 3 + [2] * 3 + [3] * 8 for i in range(4))
+    assert by_id[4].versions[0] >= 2 and by_id[7].versions[0] == 3
+    for asked in requests:
+        for kept in (True, False):
+            expected = log_probs_in_flight(models, asked, by_id[asked.id], keep_cache=kept)
+            error = (torch.tensor(expected) - torch.tensor(by_id[asked.id].log_probs)).abs().max()
+            if kept == keep_cache or len({*by_id[asked.id].versions}) == 1:
+                assert error < 1e-5, (asked.id, error)
+            else:
+                assert error > 1e-3, "the two would differ"
+    # Caches of earlier weights are there with keep_cache, and nothing new shares them.
+    new = [request(20 + i, prompt, ignore_eos=True, max_tokens=5) for i, prompt in enumerate((later, long, long))]
+    found = engine.generate(new)
+    load(3, keep_cache=False)
+    assert engine.generate(new) == found
+    # A cache that was dropped is not continued: requests that are submitted anew have the keys of the present weights.
+    engine.load_weights(model.named_parameters(), 4)
+    errors = [log_prob_error(model, asked, completion) for asked, completion in zip(new, engine.generate(new), strict=True)]
+    assert max(errors) < 1e-5

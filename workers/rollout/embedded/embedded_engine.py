@@ -143,7 +143,10 @@ class EmbeddedRollout(Rollout):
         """
         rows = self.rows
         room = min(self.max_rows - rows.n, len(self._waiting))
-        running = {sequence.request.prompt_ids: row for row, sequence in enumerate(rows.sequences)} if room else {}
+        running: dict[tuple[int, ...], int] = {}
+        if room:
+            fresh = ((row, one) for row, one in enumerate(rows.sequences) if not one.has_old_keys)
+            running = {sequence.request.prompt_ids: row for row, sequence in fresh}
         forks: list[RowSequence] = []
         groups: dict[tuple[int, ...], list[RowSequence]] = {}
         tokens = 0
@@ -223,12 +226,12 @@ class EmbeddedRollout(Rollout):
 
     # Weights and memory
 
-    def load_weights(self, weights: Iterator[tuple[str, Tensor]], version: int) -> None:
+    def load_weights(self, weights: Iterator[tuple[str, Tensor]], version: int, *, keep_cache: bool = False) -> None:
         """Copy weights from the stream.
 
         Raises ValueError, naming weights that are missing, unexpected or of another shape; the engine then has no weights.
         """
-        self._begin_weights("load_weights")
+        self._begin_weights("load_weights", keep_cache=keep_cache)
         self.model.load(weights)
         self._weights_there, self._version = True, version
 
@@ -243,11 +246,19 @@ class EmbeddedRollout(Rollout):
     def held_weights(self, *, exact: bool) -> Sequence[HeldWeight]:
         return self.model.held()
 
-    def _begin_weights(self, call: str) -> None:
-        """Requeue running sequences: they keep their tokens, whose keys and values are recomputed with the new weights."""
+    def _begin_weights(self, call: str, *, keep_cache: bool = False) -> None:
+        """Requeue running sequences: they keep their tokens, whose keys and values are recomputed with the new weights.
+
+        keep_cache: they stay in their rows instead, and no request that enters later copies their prompts.
+        """
         self._check_takes_weights(call)
         self._weights_there = False
-        self._requeue()
+        if not keep_cache:
+            self._requeue()
+            return
+        for sequence in self.rows.collect(np.arange(self.rows.n)):
+            sequence.stamp(self._version)
+            sequence.has_old_keys = True
 
     def _requeue(self) -> None:
         """Return all rows to the front of the queue, in order of submission."""

@@ -17,10 +17,12 @@ from workers.rollout.sampling import stream_keys
 class RowSequence(Response):
     """A response. While it runs, it is in the columns of RunningRows; ``RunningRows.collect`` copies it to here.
 
-    order: number of the submission, by which results are sorted.
+    order: number of the submission, by which results are sorted. has_old_keys: the keys and values of its prompt are of earlier
+    weights than the engine's.
     """
 
     order: int = 0
+    has_old_keys: bool = False
 
 
 ROW = np.dtype(

@@ -224,13 +224,14 @@ class SGLangRollout(Rollout):
     def to_engine_names(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         return self._file_names.split(weights)
 
-    def load_weights(self, weights: Iterator[tuple[str, Tensor]], version: int) -> None:
+    def load_weights(self, weights: Iterator[tuple[str, Tensor]], version: int, *, keep_cache: bool = False) -> None:
         """Copy weights in buckets, cast to the engine's dtype; SGLang loads one and slices it per rank while the next is filled.
 
         Running requests are recalled: they keep their tokens, whose keys and values are recomputed with the new weights. Raises
         ValueError, naming weights that are missing, unexpected or of another shape, and RuntimeError with SGLang's message if it
         rejects them; the engine then has no weights.
         """
+        assert not keep_cache, "rejected when the configuration is checked"
         self._check_takes_weights("load_weights")
         self._recall()
         self._weights_there = self._base_there = False
@@ -258,12 +259,15 @@ class SGLangRollout(Rollout):
         # With lora_sync=adapter the base alone is not the model that is trained: load_adapter completes it.
         self._base_there, self._weights_there, self._version = True, self.adapter is None, version
 
-    def load_adapter(self, config: LoraConfig, weights: Iterator[tuple[str, Tensor]], version: int) -> None:
+    def load_adapter(
+        self, config: LoraConfig, weights: Iterator[tuple[str, Tensor]], version: int, *, keep_cache: bool = False
+    ) -> None:
         """Replace the adapter, in a single transfer; SGLang keeps the shared memory until the next adapter.
 
         Raises ValueError, naming weights that are missing, unexpected or of another shape, RuntimeError with SGLang's message if
         it rejects them, and EngineAsleep without base weights. The engine then has no weights to generate with.
         """
+        assert not keep_cache, "rejected when the configuration is checked"
         self._check_takes_weights("load_adapter")
         assert self.adapter is not None, "lora_sync=adapter alone"
         self._recall()

@@ -73,8 +73,10 @@ class WeightSync:
         self._turn = 0
         self._base_is_there = False  # the engine holds the base weights that an adapter applies to
 
-    def __call__(self, version: int) -> tuple[bool, Metrics]:
+    def __call__(self, version: int, *, keep_cache: bool = False) -> tuple[bool, Metrics]:
         """Synchronise the weights of step ``version``. Collective over the ranks of trainer and engine.
+
+        keep_cache: see Rollout.load_weights.
 
         Returns whether the engine now uses the trainer's own tensors, and metrics of the verification (empty if it is off).
         Raises ValueError for weights that do not fit, and WeightMismatch if verification fails.
@@ -84,12 +86,12 @@ class WeightSync:
         shared = live is not None and self.rollout.share_weights(live, version)
         if adapter is not None:
             if not self._base_is_there:
-                self._load(version, found, watch)
+                self._load(version, found, watch, keep_cache=keep_cache)
             # Unless the base survives sleep, the next sync has to load it again.
             self._base_is_there = self._base_stays
-            self._load_adapter(adapter, version, found, watch)
+            self._load_adapter(adapter, version, found, watch, keep_cache=keep_cache)
         elif not shared:
-            self._load(version, found, watch)
+            self._load(version, found, watch, keep_cache=keep_cache)
         elif live is not None and self.config.verify_weights != "off":
             with watch:
                 compare_identity(self._held_weights(), live, found)
@@ -107,7 +109,7 @@ class WeightSync:
         """The adapter if it is synchronised by itself (lora_sync=adapter); None: full weights, any adapter merged into them."""
         return self.source.adapter_config if self.config.lora_sync == "adapter" else None
 
-    def _load(self, version: int, found: Findings, watch: Stopwatch) -> None:
+    def _load(self, version: int, found: Findings, watch: Stopwatch, *, keep_cache: bool) -> None:
         with watch:
             # After a rollback restart at the turn of the version, so that a rolled-back and a resumed run verify the same lines.
             # Otherwise count syncs, since the same version may be synchronised repeatedly.
@@ -127,7 +129,7 @@ class WeightSync:
                         sample.take(name, tensor)
                 yield name, tensor
 
-        self.rollout.load_weights(sampled_stream(), version)
+        self.rollout.load_weights(sampled_stream(), version, keep_cache=keep_cache)
         if self.config.verify_weights == "off":
             return
         with watch:
@@ -145,11 +147,11 @@ class WeightSync:
         """The base weights are loaded only once. Then they are verified completely: no later sync could continue a sample."""
         return self._adapter_alone is not None and (self.rollout.keeps_weights or not self.config.free_cache_engine)
 
-    def _load_adapter(self, adapter: LoraConfig, version: int, found: Findings, watch: Stopwatch) -> None:
+    def _load_adapter(self, adapter: LoraConfig, version: int, found: Findings, watch: Stopwatch, *, keep_cache: bool) -> None:
         """Load the adapter and verify all of it: it is small enough to compare completely in each sync."""
         # Collected, because it is read twice: by the engine and by the verification.
         weights = dict(self.source.export_weights(kind="adapter"))
-        self.rollout.load_adapter(adapter, iter(weights.items()), version)
+        self.rollout.load_adapter(adapter, iter(weights.items()), version, keep_cache=keep_cache)
         if self.config.verify_weights != "off":
             with watch:
                 held = self.rollout.held_adapter()

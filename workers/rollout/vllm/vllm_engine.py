@@ -75,6 +75,8 @@ class VLLMRollout(Rollout):
     _adapter: ExpectedAdapter | None = None
     _base_there = False
     """The base weights of an adapter are loaded; they survive sleep."""
+    _salt: str | None = None
+    """Of the cached prefixes of the present weights, where those of earlier ones may be in the cache too."""
 
     def __init__(self, spec: RolloutSpec, place: WorkerInfo) -> None:
         """Collective over all ranks: vLLM builds its groups from the ranks of the trainer's process group, which must exist."""
@@ -128,6 +130,7 @@ class VLLMRollout(Rollout):
         for request in requests:
             params = SamplingParams(**sampling_arguments(request, self.max_length), output_kind=RequestOutputKind.FINAL_ONLY)
             prompt = {"type": "token", "prompt_token_ids": [*request.prompt_ids, *request.response_ids]}
+            prompt |= {} if self._salt is None else {"cache_salt": self._salt}
             engine_request = processor.process_inputs(str(request.id), prompt, params, supported_tasks=tasks)
             processor.assign_request_id(engine_request)  # vLLM's own id, under which outputs arrive
             self.engine.engine_core.add_request(engine_request)
@@ -190,7 +193,7 @@ class VLLMRollout(Rollout):
     def to_engine_names(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         return self._file_names.split(weights)
 
-    def load_weights(self, weights: Iterator[tuple[str, Tensor]], version: int) -> None:
+    def load_weights(self, weights: Iterator[tuple[str, Tensor]], version: int, *, keep_cache: bool = False) -> None:
         """Copy weights: vLLM takes one tensor after the other, slices this rank's part and casts it.
 
         Running requests return to the queue with their tokens, which are recomputed with the new weights. With lora_sync=adapter
@@ -200,7 +203,7 @@ class VLLMRollout(Rollout):
         self._check_takes_weights("load_weights")
         # Cleared first: if loading fails, the engine may hold a mixture of old and new weights.
         self._weights_there = self._base_there = False
-        self._drop_cached()
+        self._leave_weights(version, keep_cache=keep_cache)
         came: dict[str, torch.Size] = {}
         with self._fenced(), torch.no_grad():
             fitting = self.expected.fitting(weights, came)
@@ -208,7 +211,9 @@ class VLLMRollout(Rollout):
         self.expected.check(came)
         self._weights_there, self._base_there, self._version = self._adapter is None, self._adapter is not None, version
 
-    def load_adapter(self, config: LoraConfig, weights: Iterator[tuple[str, Tensor]], version: int) -> None:
+    def load_adapter(
+        self, config: LoraConfig, weights: Iterator[tuple[str, Tensor]], version: int, *, keep_cache: bool = False
+    ) -> None:
         """Replace the adapter. Running requests are treated as in load_weights.
 
         Raises ValueError, naming weights that are missing, unexpected or of another shape, and EngineAsleep without base weights;
@@ -221,7 +226,7 @@ class VLLMRollout(Rollout):
         from workers.rollout.vllm.vllm_lora import replace_adapter
 
         self._weights_there = False
-        self._drop_cached()
+        self._leave_weights(version, keep_cache=keep_cache)
         came: dict[str, torch.Size] = {}
         expected = self._adapter.weights
         # Copies even if already on CPU: vLLM scales B in place, and the stream may yield the trainer's own tensors.
@@ -275,8 +280,24 @@ class VLLMRollout(Rollout):
             self._on_worker("wake_up", tags=["kv_cache"])
             self._cache_awake = True
 
+    def _leave_weights(self, version: int, *, keep_cache: bool) -> None:
+        """Prepare requests and caches for the weights of ``version``; see load_weights."""
+        if not keep_cache:
+            self._drop_cached()
+            return
+        # A prefix is found by a hash, which includes the salt: those of the old weights are not found any more.
+        self._salt = str(version)
+        for running in self._running.values():
+            running.stamp(self._version)
+        scheduler = self.engine.engine_core.engine_core.scheduler
+        for request in scheduler.waiting:
+            request.cache_salt = self._salt
+            request.block_hashes.clear()
+            request.update_block_hashes()
+
     def _drop_cached(self) -> None:
         """Invalidate the KV cache: forget prefixes, and return running requests to the queue."""
+        self._salt = None
         for running in self._running.values():
             running.stamp(self._version)
         # Keys and values of old weights must not be continued with new ones: a refusal is an error.

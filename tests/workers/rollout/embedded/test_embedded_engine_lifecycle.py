@@ -9,7 +9,14 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from tests.workers.rollout.contract import REFUSED, check_continuation, check_new_tokens, check_refusal, check_what_sleeps
+from tests.workers.rollout.contract import (
+    REFUSED,
+    check_continuation,
+    check_new_tokens,
+    check_refusal,
+    check_weights_in_flight,
+    check_what_sleeps,
+)
 from tests.workers.rollout.engines import hf_logits, log_prob_error, make_engine, make_model, ragged_prompts, request, spec_of
 from tests.workers.rollout.vllm_workers import LENGTH
 from workers.rollout.base import Completion, EngineAsleep, Request
@@ -93,6 +100,14 @@ def test_abort_gives_what_there_is(model: PreTrainedModel) -> None:
 
 
 # Weights
+
+
+@pytest.mark.parametrize("keep_cache", [False, True])
+@pytest.mark.parametrize("slots", [64, 5])
+def test_weights_change_while_requests_run(model: PreTrainedModel, slots: int, keep_cache: bool) -> None:
+    engine = make_engine(model, max_model_len=LENGTH, slots=slots)
+    engine.load_weights(model.named_parameters(), 1)
+    check_weights_in_flight(engine, model, keep_cache=keep_cache)
 
 
 def test_shared_weights_are_the_trainers_own(model: PreTrainedModel) -> None:

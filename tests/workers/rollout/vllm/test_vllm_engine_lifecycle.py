@@ -13,6 +13,7 @@ from tests.workers.rollout.contract import (
     check_endings,
     check_new_tokens,
     check_refusal,
+    check_weights_in_flight,
     check_weights_that_do_not_fit,
     check_what_sleeps,
     weights_of,
@@ -110,6 +111,11 @@ def test_draws_follow_top_k(engine: VLLMRollout, model: PreTrainedModel) -> None
     greedy = engine.generate([request(0, (2, 3, 4), temperature=0.0)])[0]
     narrow = engine.generate([request(0, (2, 3, 4), temperature=2.0, top_k=1)])[0]
     assert narrow.token_ids == greedy.token_ids
+
+
+@pytest.mark.parametrize("keep_cache", [False, True])
+def test_weights_change_while_requests_run(engine: VLLMRollout, model: PreTrainedModel, keep_cache: bool) -> None:
+    check_weights_in_flight(engine, model, keep_cache=keep_cache)
 
 
 @pytest.mark.parametrize(("bad", "message"), REFUSED)
