@@ -78,7 +78,7 @@ class MeasuredEngine(SimulatedEngine):
     def close(self) -> None:
         self._opened.close()
 
-    def sync_weights(self, version: int) -> dict[str, Any]:
+    def sync_weights(self, version: int, keep_cache: bool = False) -> dict[str, Any]:
         start = self._clock()
         self.rollout.load_weights(iter(self.rollout.to_engine_names(self._weights.items())), version=version)
         self._sync_seconds += self._clock() - start

@@ -137,7 +137,7 @@ class SimulatedEngine:
     def build_rollout(self, role: str, spec: object, source: str) -> tuple[int, bool]:
         return self.rank, True
 
-    def sync_weights(self, version: int) -> dict[str, Any]:
+    def sync_weights(self, version: int, keep_cache: bool = False) -> dict[str, Any]:
         self._version = version
         self._cached.clear()
         return {}

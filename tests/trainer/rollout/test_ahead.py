@@ -108,7 +108,7 @@ class Mortal(Engine):
 
 @pytest.mark.parametrize("seed", range(200))
 def test_every_ordinal_is_trained_once_and_never_staler_than_the_bound(seed: int, case: Case) -> None:
-    """With kills inside and between steps, slow training and slow scores, and weights that change while responses are in flight."""
+    """With kills inside and between steps, slow training and slow scores, and weights that change during responses."""
     numbers = random.Random(seed)
     options: dict[str, Any] = {
         "groups": numbers.randint(1, 6), "max_staleness": numbers.randint(1, 4), "oversubmit": numbers.choice([1.0, 1.5, 3.0]),

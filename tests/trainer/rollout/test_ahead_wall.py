@@ -71,18 +71,25 @@ class ReplicaFlow(Flow):
         if self.may_die and self.replicas.numbers.random() < self.replicas.deaths:
             self.replicas.n_lost += 1
             for id in self.held.pop(replica):
-                del self.left[id], self.sampled[id]
+                del self.left[id], self.sampled[id], self.versions[id]
             return []
         for id in self.held[replica][: self.engine.slots]:
             self.sampled[id] += self.left[id][:TICK]
+            self.versions[id] += [self.engine.version] * len(self.left[id][:TICK])
             self.left[id] = self.left[id][TICK:]
         ended = [id for id in self.held[replica] if not self.left[id]]
         self.held[replica] = [id for id in self.held[replica] if self.left[id]]
         return [self.pop(ended)] if ended else []
 
+    @property
+    def has_lost(self) -> bool:  # type: ignore[override]
+        return len(self.held) < self.replicas.n_replicas
+
+    def settle(self) -> list[Batch]:
+        return [part for _ in range(len(self.ends)) for part in self.wait()]
+
     def suspend(self) -> tuple[list[Batch], list[Batch]]:
-        ended = [part for _ in range(len(self.ends)) for part in self.wait()]
-        return ended, [self.pop([*self.left])]
+        return self.settle(), [self.pop([*self.left])]
 
 
 class WallRun(Run):
