@@ -109,7 +109,9 @@ def _type_of(value: Any) -> str:
 def _fits(value: Any, types: set[str]) -> bool:
     # As in JSON Schema, an integer is a number, and a number without fraction an integer.
     kind = _type_of(value)
-    return kind in types or (kind == "integer" and "number" in types) or (kind == "number" and "integer" in types and value % 1 == 0)
+    return (
+        kind in types or (kind == "integer" and "number" in types) or (kind == "number" and "integer" in types and value % 1 == 0)
+    )
 
 
 def _nullable(schema: Any) -> Any:

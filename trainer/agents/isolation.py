@@ -1,0 +1,125 @@
+"""Threads for user code: what blocks holds up the session that runs it, and nothing else.
+
+An event loop stops while any of its coroutines computes or waits in synchronous code, and tools written for verl commonly do
+(``requests.post`` in ``async def execute``). So the code of a session never runs in the loop that serves all sessions: a
+synchronous function gets a thread, and coroutines of a session share a loop in a thread of the session's own. Python cannot end a
+thread. One that hangs is left behind and counted; the process that runs the sessions is replaced when there are too many.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import threading
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
+from contextvars import copy_context
+from typing import Any
+
+from trainer.run.user_code import describe
+
+_PATIENCE = 0.5
+"""Seconds in which a loop must take a call that does nothing, after one of its coroutines has exceeded its limit."""
+
+
+class UserCodeError(Exception):
+    """User code failed. The text is one line; late: it exceeded its time limit."""
+
+    def __init__(self, message: str, *, late: bool = False) -> None:
+        super().__init__(message)
+        self.late = late
+
+
+class SessionLoop:
+    """Runs functions and coroutines of a session's user code. hung: threads that were left behind."""
+
+    def __init__(self) -> None:
+        self.hung = 0
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._stop: asyncio.Event | None = None
+
+    async def run(self, function: Callable[..., Any], *args: Any, seconds: float, **kwargs: Any) -> Any:
+        """Return what a function returns, sync or async. Raises UserCodeError if it raises, or after ``seconds``."""
+        is_async = inspect.iscoroutinefunction(function)
+        if is_async:
+            future = asyncio.run_coroutine_threadsafe(_contained(function(*args, **kwargs)), self._started())
+        else:
+            future = Future()
+            context = copy_context()
+            self._thread(lambda: _fulfil(future, lambda: context.run(function, *args, **kwargs)))
+        if not await _is_done(future, seconds):
+            if not is_async:
+                self.hung += 1
+            elif not await self._responds():
+                self.hung += 1
+                self._leave()
+            raise UserCodeError(f"it took more than {seconds:g} s", late=True)
+        # The exception is taken without raising it: its traceback would hold the frames of the user's code.
+        if (error := future.exception()) is not None:
+            raise UserCodeError(describe(error)) from error
+        return await asyncio.wrap_future(future)
+
+    def close(self) -> None:
+        """End the thread, when its loop is free; coroutines that have not ended are cancelled."""
+        self._leave()
+
+    def _started(self) -> asyncio.AbstractEventLoop:
+        if self._loop is None:
+            loop, stop = asyncio.new_event_loop(), asyncio.Event()
+            self._loop, self._stop = loop, stop
+
+            def serve() -> None:
+                with asyncio.Runner(loop_factory=lambda: loop) as runner:
+                    runner.run(_wait(stop))
+
+            self._thread(serve)
+        return self._loop
+
+    def _leave(self) -> None:
+        if self._loop is not None and self._stop is not None:
+            self._loop.call_soon_threadsafe(self._stop.set)
+        self._loop = self._stop = None
+
+    async def _responds(self) -> bool:
+        assert self._loop is not None
+        return await _is_done(asyncio.run_coroutine_threadsafe(asyncio.sleep(0), self._loop), _PATIENCE)
+
+    def _thread(self, work: Callable[[], None]) -> None:
+        try:
+            # Daemons: a thread that hangs must not keep the process alive.
+            threading.Thread(target=work, daemon=True).start()
+        except RuntimeError as error:  # the limit of threads
+            raise UserCodeError(f"no thread could be started: {error}") from error
+
+
+async def _wait(stop: asyncio.Event) -> None:
+    await stop.wait()
+
+
+async def _is_done(future: Future[Any], seconds: float) -> bool:
+    """Whether the future has a result or an exception within ``seconds``; otherwise it is cancelled."""
+    done = asyncio.wrap_future(future)
+    try:
+        await asyncio.wait({done}, timeout=seconds)
+        return future.done() and not future.cancelled()
+    finally:
+        done.cancel()
+        if done.done() and not done.cancelled():
+            done.exception()  # taken, or asyncio reports that it never was
+
+
+async def _contained(call: Coroutine[Any, Any, Any]) -> Any:
+    """A coroutine of a user's, which may raise anything: SystemExit would end the thread, CancelledError look like a limit."""
+    try:
+        return await call
+    except (SystemExit, KeyboardInterrupt, asyncio.CancelledError) as error:
+        raise RuntimeError(type(error).__name__) from error
+
+
+def _fulfil(future: Future[Any], work: Callable[[], Any]) -> None:
+    if not future.set_running_or_notify_cancel():
+        return
+    try:
+        future.set_result(work())
+    except BaseException as error:  # raised by the consumer, or dropped if that waits no longer
+        future.set_exception(error)
