@@ -8,8 +8,8 @@
 | pythonic | [add(a=1), add(a=2)] is the whole response |
 | path/to/file.py:function | see own_format |
 
-Nothing is guessed: a call is complete and correct, or it is malformed, and the model is informed. What follows a malformed call is
-not searched for calls, because it may be part of the call: a file that the model writes may have examples of calls in it.
+Nothing is guessed: a call is complete and correct, or it is malformed, and the model is informed. What follows a malformed call
+is not searched for calls, because it may be part of the call: a file that the model writes may have examples of calls in it.
 """
 
 from __future__ import annotations

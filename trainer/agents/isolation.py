@@ -44,7 +44,7 @@ class SessionLoop:
         if is_async:
             future = asyncio.run_coroutine_threadsafe(_contained(function(*args, **kwargs)), self._started())
         else:
-            future = Future()
+            future = Future[tuple[Any, str | None]]()
             context = copy_context()
             self._thread(lambda: _fulfil(future, lambda: context.run(function, *args, **kwargs)))
         if not await _is_done(future, seconds):
@@ -54,10 +54,10 @@ class SessionLoop:
                 self.hung += 1
                 self._leave()
             raise UserCodeError(f"it took more than {seconds:g} s", late=True)
-        # The exception is taken without raising it: its traceback would hold the frames of the user's code.
-        if (error := future.exception()) is not None:
-            raise UserCodeError(describe(error)) from error
-        return await asyncio.wrap_future(future)
+        value, error = await asyncio.wrap_future(future)
+        if error is not None:
+            raise UserCodeError(error)
+        return value
 
     def close(self) -> None:
         """End the thread, when its loop is free; coroutines that have not ended are cancelled."""
@@ -101,25 +101,30 @@ async def _is_done(future: Future[Any], seconds: float) -> bool:
     done = asyncio.wrap_future(future)
     try:
         await asyncio.wait({done}, timeout=seconds)
-        return future.done() and not future.cancelled()
+        return done.done()
     finally:
         done.cancel()
-        if done.done() and not done.cancelled():
-            done.exception()  # taken, or asyncio reports that it never was
 
 
-async def _contained(call: Coroutine[Any, Any, Any]) -> Any:
-    """A coroutine of a user's, which may raise anything: SystemExit would end the thread, CancelledError look like a limit."""
+async def _contained(call: Coroutine[Any, Any, Any]) -> tuple[Any, str | None]:
     try:
-        return await call
-    except (SystemExit, KeyboardInterrupt, asyncio.CancelledError) as error:
-        raise RuntimeError(type(error).__name__) from error
+        return await call, None
+    except BaseException as error:  # anything: SystemExit would end the thread, CancelledError look like a time limit
+        return None, _described(error)
 
 
-def _fulfil(future: Future[Any], work: Callable[[], Any]) -> None:
+def _fulfil(future: Future[tuple[Any, str | None]], work: Callable[[], Any]) -> None:
     if not future.set_running_or_notify_cancel():
         return
     try:
-        future.set_result(work())
-    except BaseException as error:  # raised by the consumer, or dropped if that waits no longer
-        future.set_exception(error)
+        future.set_result((work(), None))
+    except BaseException as error:
+        future.set_result((None, _described(error)))
+
+
+def _described(error: BaseException) -> str:
+    """The exception in one line. In the user's thread, because its text is made by the user's code."""
+    try:
+        return describe(error)
+    except Exception:  # of __str__
+        return type(error).__name__

@@ -1,8 +1,8 @@
 """The tools of one session: instances, parallel calls, limits, errors as text for the model.
 
-A session is a trajectory. Everything that a tool does wrong ends as text for the model and as a count; nothing is raised. What goes
-in and comes out is plain data, so that a tool box can run in another process than the program that calls it: one that is killed
-and replaced when a tool takes the process with it.
+A session is a trajectory. Everything that a tool does wrong ends as text for the model and as a count; nothing is raised. Calls
+and results are plain data, so that a tool box can run in another process than the program that calls it: one that is killed and
+replaced when a tool takes the process with it.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class ToolResult:
     status: Status
     text: str
     reward: float = 0.0
-    metrics: Mapping[str, Any] = field(default_factory=dict)
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
     def message(self) -> Message:
         """The result as a message of OpenAI's chat completions."""

@@ -25,11 +25,11 @@ _PLAIN = (str, int, float, bool, list, tuple, dict, type(None), Any)
 
 @dataclass(frozen=True, slots=True)
 class ToolOutput:
-    """What a call returned. reward: of the call, 0 if the tool gives none. metrics: other values of the tool's."""
+    """What a call returned. reward: of the call, 0 if the tool gives none. metrics: other numbers of the tool's."""
 
     text: str
     reward: float = 0.0
-    metrics: Mapping[str, Any] = field(default_factory=dict)
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 class _HasText(Protocol):
@@ -89,8 +89,8 @@ def function_schema(function: Callable[..., Any], name: str | None = None) -> Sc
     for parameter_name, hint in get_type_hints(function).items():
         if parameter_name != "return" and (unknown := _unknown(hint)) is not None:
             raise ValueError(
-                f"tool {name}: the type of {parameter_name} has no JSON schema: {unknown}; use str, int, float, bool, list, dict, "
-                "Literal or Optional of these"
+                f"tool {name}: the type of {parameter_name} has no JSON schema: {unknown}; use str, int, float, bool, list, "
+                "dict, Literal or Optional of these"
             )
     try:
         schema = get_json_schema(function)
@@ -129,7 +129,8 @@ def output_of(value: Any) -> ToolOutput:
     number = 0.0 if reward is None else finite(reward)
     if number is None:
         raise ValueError(f"the reward is {reward!r:.60}, not a finite number")
-    return ToolOutput(_text(response), number, dict(metrics or {}))
+    numbers = {str(name): finite(other) for name, other in (metrics or {}).items()}
+    return ToolOutput(_text(response), number, {name: other for name, other in numbers.items() if other is not None})
 
 
 def _text(value: Any) -> str:
