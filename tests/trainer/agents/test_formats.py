@@ -129,7 +129,7 @@ def same(found: Calls, made: Calls) -> bool:
     return repr(found) == repr(made)
 
 
-few = settings(max_examples=50, deadline=None, derandomize=True)
+few = settings(max_examples=25, deadline=None, derandomize=True)
 formats = pytest.mark.parametrize("format", RENDER)
 
 
