@@ -42,7 +42,8 @@ class SessionLoop:
         """Return what a function returns, sync or async. Raises UserCodeError if it raises, or after ``seconds``."""
         is_async = inspect.iscoroutinefunction(function)
         if is_async:
-            future = asyncio.run_coroutine_threadsafe(_contained(function(*args, **kwargs)), self._started())
+            loop = self._started()
+            future = asyncio.run_coroutine_threadsafe(_contained(function(*args, **kwargs)), loop)
         else:
             future = Future[tuple[Any, str | None]]()
             context = copy_context()
@@ -50,7 +51,8 @@ class SessionLoop:
         if not await _is_done(future, seconds):
             if not is_async:
                 self.hung += 1
-            elif not await self._responds():
+            # Another call of the session may have found the same loop blocked, and left it.
+            elif not await self._responds(loop) and loop is self._loop:
                 self.hung += 1
                 self._leave()
             raise UserCodeError(f"it took more than {seconds:g} s", late=True)
@@ -80,9 +82,10 @@ class SessionLoop:
             self._loop.call_soon_threadsafe(self._stop.set)
         self._loop = self._stop = None
 
-    async def _responds(self) -> bool:
-        assert self._loop is not None
-        return await _is_done(asyncio.run_coroutine_threadsafe(asyncio.sleep(0), self._loop), _PATIENCE)
+    async def _responds(self, loop: asyncio.AbstractEventLoop) -> bool:
+        if loop.is_closed():
+            return False
+        return await _is_done(asyncio.run_coroutine_threadsafe(asyncio.sleep(0), loop), _PATIENCE)
 
     def _thread(self, work: Callable[[], None]) -> None:
         try:

@@ -144,7 +144,7 @@ def test_results_have_the_order_ids_and_values_of_their_calls() -> None:
 @pytest.mark.parametrize(
     ("made", "status", "text"),
     [
-        (MalformedCall("call_0_0", "json", "not JSON"), "malformed", "Error: malformed tool call: not JSON. What follows it was not read."),
+        (MalformedCall("call_0_0", "json", "no"), "malformed", "Error: malformed tool call: no. What follows it was not read."),
         (call("sub", a=1), "unknown", "Error: there is no tool 'sub'; the tools are: add, later, fails"),
         (call("add", a="1"), "arguments", "Error: wrong arguments for add: a: '1' is not of type 'integer'"),
         (call("add", a=1, c=2), "arguments", "Error: wrong arguments for add: Additional properties are not allowed"),

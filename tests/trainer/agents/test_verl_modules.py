@@ -1,7 +1,6 @@
 """Files written for verl: tools, function tools and interactions run without it."""
 
 import asyncio
-import subprocess
 import sys
 from pathlib import Path
 from textwrap import dedent
@@ -13,7 +12,7 @@ from trainer.agents.formats import ToolCall
 from trainer.agents.interactions import InteractionSession, UserReply
 from trainer.agents.isolation import SessionLoop
 from trainer.agents.toolbox import ToolBox, ToolLimits, ToolResult
-from trainer.agents.tools import AnyTool
+from trainer.agents.tools import AnyTool, StatefulTool
 from trainer.agents.verl_modules import load_function_tools, load_interactions, load_tools, verl_modules
 
 LIMITS = ToolLimits(max_parallel_calls=1, max_tool_response_length=256, tool_response_truncate_side="middle", seconds=60.0)
@@ -213,41 +212,37 @@ def test_modules_of_verl_are_there_only_while_files_are_loaded() -> None:
         assert rollout_trace.rollout_trace_op(BaseTool.execute) is BaseTool.execute
     assert no_trace_of_verl()
     with pytest.raises(ModuleNotFoundError):
-        import verl.tools  # noqa: F401
+        import verl.tools
 
 
-def test_an_installed_verl_is_used_instead(tmp_path: Path) -> None:
-    """In another process: modules of this one are not replaced."""
+def test_an_installed_verl_is_used_instead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("verl", "verl/tools", "verl/utils"):
         (tmp_path / name).mkdir()
         write(tmp_path / name, "__init__.py", "")
     write(tmp_path, "verl/utils/rollout_trace.py", "rollout_trace_op = lambda function: function\n")
-    write(tmp_path, "verl/tools/schemas.py", dedent("""
-        from trainer.agents.tools import OpenAIFunctionToolSchema as Theirs, ToolResponse
-        class OpenAIFunctionToolSchema(Theirs):
+    schemas = """
+        from trainer.agents.tools import OpenAIFunctionToolSchema as Same, ToolResponse
+        class OpenAIFunctionToolSchema(Same):
             installed: bool = True
-        """))  # fmt: skip
-    write(tmp_path, "verl/tools/base_tool.py", dedent("""
-        from .schemas import OpenAIFunctionToolSchema
+        """
+    base_tool = """
         class BaseTool:
             def __init__(self, config, tool_schema):
                 assert tool_schema.installed
                 self.config, self.tool_schema, self.name = config, tool_schema, tool_schema.function.name
-        """))  # fmt: skip
-    write(tmp_path, "my_verl_tools.py", TOOL)
-    write(tmp_path, "tools.yaml", YAML.format(name="my_verl_tools.GuessTool"))
-    code = dedent("""
-        import sys
-        from trainer.agents.verl_modules import load_tools
-        (tool,) = load_tools("tools.yaml", "key")
-        import verl.tools.base_tool
-        print(type(tool.base).__mro__[1] is verl.tools.base_tool.BaseTool, tool.name)
-        """)
-    path = [str(tmp_path), *filter(None, sys.path)]
-    done = subprocess.run(
-        [sys.executable, "-c", f"import sys; sys.path[:] = {path}\n{code}"], cwd=tmp_path, capture_output=True, text=True
-    )
-    assert done.stdout.strip() == "True guess", done.stderr
+        """
+    write(tmp_path, "verl/tools/schemas.py", dedent(schemas))
+    write(tmp_path, "verl/tools/base_tool.py", dedent(base_tool))
+    file = write(tmp_path, "with_verl.py", TOOL)
+    monkeypatch.syspath_prepend(tmp_path)
+    try:
+        (tool,) = load_tools(write(tmp_path, "tools.yaml", YAML.format(name=f"{file}:GuessTool")), "tool_config_path")
+        assert isinstance(tool, StatefulTool) and tool.name == "guess"
+        assert type(tool.base).__mro__[1] is sys.modules["verl.tools.base_tool"].BaseTool
+        assert sys.modules["verl"].__file__ == str(tmp_path / "verl/__init__.py")
+    finally:
+        for name in [name for name in sys.modules if name == "verl" or name.startswith("verl.")]:
+            del sys.modules[name]
 
 
 @pytest.mark.parametrize(
