@@ -1,4 +1,4 @@
-"""Tool that runs Python programs in the sandbox of code rewards: no files, no network, no processes, limits of time and memory."""
+"""Tool that runs Python programs in the sandbox of code rewards: no files, network or processes; limits of time and memory."""
 
 import asyncio
 import queue
@@ -44,10 +44,9 @@ class PythonTool(BaseTool):
             memory_bytes=int(config.get("memory_mb", 512)) << 20,
             output_bytes=int(config.get("output_kb", 64)) << 10,
         )
-        self._most = int(config.get("processes", 4))
+        # Several servers: each runs one program at a time, and one may take all the time it has.
+        self._slots = threading.BoundedSemaphore(int(config.get("processes", 4)))
         self._idle: queue.SimpleQueue[ForkServer] = queue.SimpleQueue()
-        self._lock = threading.Lock()
-        self._started = 0
 
     async def execute(
         self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
@@ -55,22 +54,17 @@ class PythonTool(BaseTool):
         return ToolResponse(text=await asyncio.to_thread(self._run, parameters["code"])), 0.0, {}
 
     def _run(self, code: str) -> str:
-        # Several servers: each runs one program at a time, and one may take all the time it has.
-        with self._lock:
-            starts = self._idle.empty() and self._started < self._most
-            self._started += starts
-        try:
-            server = ForkServer("trainer.rewards.sandbox.sandbox") if starts else self._idle.get()
+        with self._slots:
+            try:
+                server = self._idle.get_nowait()
+            except queue.Empty:
+                server = ForkServer("trainer.rewards.sandbox.sandbox")
             outcome = server.run({"code": _PROGRAM.format(code=code)}, self._limits)
-        except RuntimeError:  # of the server, which is closed: the next program starts another
-            with self._lock:
-                self._started -= 1
-            raise
-        self._idle.put(server)
+            # Not after an error, which is the server's: it is closed then.
+            self._idle.put(server)
         return outcome.output if outcome.ending is None else f"{outcome.output}\n[the program {outcome.ending}]".lstrip()
 
     def close(self) -> None:
         """End the idle servers now instead of at the exit of this process."""
         while not self._idle.empty():
             self._idle.get().close()
-            self._started -= 1

@@ -53,9 +53,28 @@ def test_arithmetic_is_that_of_python() -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["9**9**9", "9**999999", "(2**4000)*(2**4000)", "1/0", "1e308*10", "(-8)**0.5", "True", "x", "print(1)", "[1]", "'a'*9", "1 if 1 else 2",
-     "().__class__", "", "1+", "1+" * 600 + "1", "(" * 400, "1e999", "2.0**9999"],
-)  # fmt: skip
+    [
+        "9**9**9",
+        "9**999999",
+        "(2**4000)*(2**4000)",
+        "1/0",
+        "1e308*10",
+        "(-8)**0.5",
+        "True",
+        "x",
+        "print(1)",
+        "[1]",
+        "'a'*9",
+        "1 if 1 else 2",
+        "().__class__",
+        "",
+        "1+",
+        "1+" * 600 + "1",
+        "(" * 400,
+        "1e999",
+        "2.0**9999",
+    ],
+)
 def test_everything_else_is_refused_in_one_line(text: str) -> None:
     with pytest.raises(ValueError, match=r"^[^\n]+$"):
         evaluate(text)
@@ -100,7 +119,7 @@ def test_programs_that_never_end_or_flood_are_ended_and_hold_up_no_other(python:
     code = ["while True: pass", "print('ok')", "import os; os._exit(3)", "while True: print('x' * 10**6)"]
     found, _ = use(python, *({"code": text} for text in code), parallel=True)
     texts = [result.text for result in found]
-    assert "[the program was killed by SIGPROF]" in texts[0] and texts[1] == "ok\n"
+    assert texts[0] in ("[the program was killed by SIGPROF]", "[the program timed out after 3 s]") and texts[1] == "ok\n"
     assert texts[2] == "[the program ended with exit code 3]" and len(texts[3]) < 2_100
     assert [result.status for result in found] == ["ok"] * 4
 
@@ -148,7 +167,10 @@ def test_search_in_a_file_returns_passages(tmp_path: Path) -> None:
 def test_search_by_http_follows_the_protocol_of_search_r1() -> None:
     requests: list[Any] = []
     replies: list[tuple[int, Any]] = [
-        (503, {}), (200, {"result": [[{"document": {"contents": CORPUS[1]}, "score": 0.5}]]}), (200, {"results": []})]  # fmt: skip
+        (503, {}),
+        (200, {"result": [[{"document": {"contents": CORPUS[1]}, "score": 0.5}]]}),
+        (200, {"results": []}),
+    ]
 
     class Server(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
