@@ -30,7 +30,7 @@ class BaseInteraction:
         self, instance_id: str, messages: list[dict[str, Any]], **kwargs: Any
     ) -> tuple[bool, str, float, dict[str, Any]]:
         """(whether the conversation ends, the user's text, score of the turn, other values)."""
-        raise NotImplementedError(f"{type(self).__name__}.generate_response")
+        raise TypeError(f"{type(self).__name__} has no method generate_response")
 
     async def calculate_score(self, instance_id: str, **kwargs: Any) -> float:
         """Score of the conversation."""

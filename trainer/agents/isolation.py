@@ -129,5 +129,5 @@ def _described(error: BaseException) -> str:
     """The exception in one line. In the user's thread, because its text is made by the user's code."""
     try:
         return describe(error)
-    except Exception:  # of __str__
-        return type(error).__name__
+    except Exception as failure:  # of __str__
+        return f"{type(error).__name__}, whose text fails with {type(failure).__name__}"

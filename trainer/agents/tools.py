@@ -223,7 +223,7 @@ class BaseTool:
 
     async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> tuple[Any, float, dict[str, Any]]:
         """Run a call: (ToolResponse, reward, metrics)."""
-        raise NotImplementedError(f"{type(self).__name__}.execute")
+        raise TypeError(f"{type(self).__name__} has no method execute")
 
     async def calc_reward(self, instance_id: str, **kwargs: Any) -> float:
         """Reward of the session, at its end."""
@@ -234,7 +234,7 @@ class BaseTool:
 
 
 class StatefulTool:
-    """A BaseTool, ours or verl's, as a tool box uses it."""
+    """A BaseTool, of this module or of verl, as a tool box uses it."""
 
     def __init__(self, base: Any) -> None:
         """base: object with the methods of BaseTool. Raises ValueError for a schema that is none."""

@@ -2,6 +2,7 @@
 
 import asyncio
 import sys
+from importlib import import_module
 from pathlib import Path
 from textwrap import dedent
 from typing import Any
@@ -201,18 +202,14 @@ def test_an_interaction_of_verl_runs_from_a_yaml_file(tmp_path: Path) -> None:
 def test_modules_of_verl_are_there_only_while_files_are_loaded() -> None:
     assert no_trace_of_verl()
     with verl_modules():
-        from verl.tools.base_tool import BaseTool, ToolResponse
-        from verl.utils import rollout_trace
-
+        base_tool, trace = import_module("verl.tools.base_tool"), import_module("verl.utils.rollout_trace")
         with verl_modules():
-            import verl.tools.schemas as schemas
-        import verl
-
-        assert verl.tools.schemas is schemas and schemas.ToolResponse is ToolResponse
-        assert rollout_trace.rollout_trace_op(BaseTool.execute) is BaseTool.execute
+            schemas = import_module("verl.tools.schemas")
+        assert import_module("verl").tools.schemas is schemas and schemas.ToolResponse is base_tool.ToolResponse
+        assert trace.rollout_trace_op(base_tool.BaseTool.execute) is base_tool.BaseTool.execute
     assert no_trace_of_verl()
     with pytest.raises(ModuleNotFoundError):
-        import verl.tools
+        import_module("verl.tools")
 
 
 def test_an_installed_verl_is_used_instead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
