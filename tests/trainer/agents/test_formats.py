@@ -387,6 +387,14 @@ def nothing(text, tools):
 '''
 
 
+@pytest.mark.parametrize(
+    "value", ["a</parameter>b", "</parameter>\n", "</function>\n</tool_call>", "<tool_call>", "</parameter>\n</function>"]
+)
+def test_xml_values_may_have_tags_in_them(value: str) -> None:
+    calls: Calls = [("f", {"a": value, "b": value}), ("g", {})]
+    assert good(read("qwen3_coder", XML.render(calls=calls))) == calls
+
+
 def test_a_users_parser_is_loaded_from_a_file_and_its_errors_are_malformed_calls(tmp_path: Path) -> None:
     file = tmp_path / "own.py"
     file.write_text(OWN)

@@ -33,3 +33,4 @@ def test_programs_that_never_end_or_flood_are_ended_and_hold_up_no_other(python:
     assert texts[0] in ("[the program was killed by SIGPROF]", "[the program timed out after 3 s]") and texts[1] == "ok\n"
     assert texts[2] == "[the program ended with exit code 3]" and len(texts[3]) < 2_100
     assert [result.status for result in found] == ["ok"] * 4
+    assert python.base._idle.qsize() == 2, "the others did not wait for the one that never ends"
