@@ -25,7 +25,7 @@ def load_function(path: str, name: str, key: str) -> Callable[..., Any]:
     """
     file = check_file(path, key)
     try:
-        module = _load(file)
+        module = load_module(file)
     except (Exception, SystemExit) as error:  # the user's file may raise anything
         raise ValueError(f"{key}: {file.name} does not load: {describe(error)}") from error
     function = vars(module).get(name)
@@ -63,7 +63,7 @@ def check_source(path: str, name: str, key: str) -> None:
 
 
 @cache
-def _load(file: Path) -> ModuleType:
+def load_module(file: Path) -> ModuleType:
     """Import the file, once per process: executing it again would register its functions twice."""
     # The checksum of the path distinguishes two files of the same name.
     name = f"{_PREFIX}{file.stem}_{zlib.crc32(bytes(file)):08x}"

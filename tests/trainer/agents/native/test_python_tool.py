@@ -1,0 +1,36 @@
+"""Programs in the sandbox."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.trainer.agents.sessions import use
+from trainer.agents.native.python_tool import PythonTool
+from trainer.agents.tools import StatefulTool
+
+
+@pytest.fixture(scope="module")
+def python() -> Iterator[StatefulTool]:
+    base = PythonTool({"cpu_seconds": 1.0, "processes": 2}, None)
+    yield StatefulTool(base)
+    base.close()
+
+
+def test_programs_return_what_they_print_and_their_errors(python: StatefulTool) -> None:
+    code = ["print(2**10)", "print('a')\n1/0", "x = (", "import os; os.fork()", "open('/etc/passwd')", "raise SystemExit"]
+    found, _ = use(python, *({"code": text} for text in code))
+    texts = [result.text for result in found]
+    assert texts[0] == "1024\n" and texts[5] == ""
+    assert texts[1].startswith("a\nTraceback") and 'File "<program>", line 2' in texts[1] and "ZeroDivisionError" in texts[1]
+    assert "SyntaxError" in texts[2] and "forkserver" not in texts[1]
+    assert "PermissionError" in texts[3] and "Error" in texts[4]
+
+
+def test_programs_that_never_end_or_flood_are_ended_and_hold_up_no_other(python: StatefulTool) -> None:
+    code = ["while True: pass", "print('ok')", "import os; os._exit(3)", "while True: print('x' * 10**6)"]
+    found, _ = use(python, *({"code": text} for text in code), parallel=True)
+    texts = [result.text for result in found]
+    assert texts[0] in ("[the program was killed by SIGPROF]", "[the program timed out after 3 s]") and texts[1] == "ok\n"
+    assert texts[2] == "[the program ended with exit code 3]" and len(texts[3]) < 2_100
+    assert [result.status for result in found] == ["ok"] * 4
+    assert python.base._idle.qsize() == 2, "the others did not wait for the one that never ends"

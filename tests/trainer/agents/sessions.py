@@ -1,0 +1,23 @@
+"""A session of one tool."""
+
+import asyncio
+from typing import Any
+
+from trainer.agents.formats import ToolCall
+from trainer.agents.isolation import SessionLoop
+from trainer.agents.toolbox import ToolBox, ToolLimits, ToolResult
+from trainer.agents.tools import AnyTool
+
+
+def use(tool: AnyTool, *turns: dict[str, Any], kwargs: Any = None, parallel: bool = False) -> tuple[list[ToolResult], ToolBox]:
+    """Results of calls with these arguments, one after another or in one turn, and the tool box after its end."""
+
+    async def main() -> tuple[list[ToolResult], ToolBox]:
+        loop = SessionLoop()
+        calls = [ToolCall(f"call_{i}", tool.name, arguments) for i, arguments in enumerate(turns)]
+        async with ToolBox([tool], ToolLimits(8, 2_000, "right", 60.0), session="s", loop=loop, kwargs=kwargs) as box:
+            found = await box.run(calls) if parallel else [result for call in calls for result in await box.run([call])]
+        loop.close()
+        return found, box
+
+    return asyncio.run(main())

@@ -1,0 +1,133 @@
+"""Threads for user code: what blocks holds up the session that runs it, and nothing else.
+
+An event loop stops while any of its coroutines computes or waits in synchronous code, and tools written for verl commonly do
+(``requests.post`` in ``async def execute``). So the code of a session never runs in the loop that serves all sessions: a
+synchronous function gets a thread, and coroutines of a session share a loop in a thread of the session's own. Python cannot end a
+thread. One that hangs is left behind and counted; the process that runs the sessions is replaced when there are too many.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import threading
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
+from contextvars import copy_context
+from typing import Any
+
+from trainer.run.user_code import describe
+
+_PATIENCE = 0.5
+"""Seconds in which a loop must take a call that does nothing, after one of its coroutines has exceeded its limit."""
+
+
+class UserCodeError(Exception):
+    """User code failed. The text is one line; late: it exceeded its time limit."""
+
+    def __init__(self, message: str, *, late: bool = False) -> None:
+        super().__init__(message)
+        self.late = late
+
+
+class SessionLoop:
+    """Runs functions and coroutines of a session's user code. hung: threads that were left behind."""
+
+    def __init__(self) -> None:
+        self.hung = 0
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._stop: asyncio.Event | None = None
+
+    async def run(self, function: Callable[..., Any], *args: Any, seconds: float, **kwargs: Any) -> Any:
+        """Return what a function returns, sync or async. Raises UserCodeError if it raises, or after ``seconds``."""
+        is_async = inspect.iscoroutinefunction(function)
+        if is_async:
+            loop = self._started()
+            future = asyncio.run_coroutine_threadsafe(_contained(function(*args, **kwargs)), loop)
+        else:
+            future = Future[tuple[Any, str | None]]()
+            context = copy_context()
+            self._thread(lambda: _fulfil(future, lambda: context.run(function, *args, **kwargs)))
+        if not await _is_done(future, seconds):
+            if not is_async:
+                self.hung += 1
+            # Another call of the session may have found the same loop blocked, and left it.
+            elif not await self._responds(loop) and loop is self._loop:
+                self.hung += 1
+                self._leave()
+            raise UserCodeError(f"it took more than {seconds:g} s", late=True)
+        value, error = await asyncio.wrap_future(future)
+        if error is not None:
+            raise UserCodeError(error)
+        return value
+
+    def close(self) -> None:
+        """End the thread, when its loop is free; coroutines that have not ended are cancelled."""
+        self._leave()
+
+    def _started(self) -> asyncio.AbstractEventLoop:
+        if self._loop is None:
+            loop, stop = asyncio.new_event_loop(), asyncio.Event()
+            self._loop, self._stop = loop, stop
+
+            def serve() -> None:
+                with asyncio.Runner(loop_factory=lambda: loop) as runner:
+                    runner.run(_wait(stop))
+
+            self._thread(serve)
+        return self._loop
+
+    def _leave(self) -> None:
+        if self._loop is not None and self._stop is not None:
+            self._loop.call_soon_threadsafe(self._stop.set)
+        self._loop = self._stop = None
+
+    async def _responds(self, loop: asyncio.AbstractEventLoop) -> bool:
+        if loop.is_closed():
+            return False
+        return await _is_done(asyncio.run_coroutine_threadsafe(asyncio.sleep(0), loop), _PATIENCE)
+
+    def _thread(self, work: Callable[[], None]) -> None:
+        try:
+            # Daemons: a thread that hangs must not keep the process alive.
+            threading.Thread(target=work, daemon=True).start()
+        except RuntimeError as error:  # the limit of threads
+            raise UserCodeError(f"no thread could be started: {error}") from error
+
+
+async def _wait(stop: asyncio.Event) -> None:
+    await stop.wait()
+
+
+async def _is_done(future: Future[Any], seconds: float) -> bool:
+    """Whether the future has a result or an exception within ``seconds``; otherwise it is cancelled."""
+    done = asyncio.wrap_future(future)
+    try:
+        await asyncio.wait({done}, timeout=seconds)
+        return done.done()
+    finally:
+        done.cancel()
+
+
+async def _contained(call: Coroutine[Any, Any, Any]) -> tuple[Any, str | None]:
+    try:
+        return await call, None
+    except BaseException as error:  # anything: SystemExit would end the thread, CancelledError look like a time limit
+        return None, _described(error)
+
+
+def _fulfil(future: Future[tuple[Any, str | None]], work: Callable[[], Any]) -> None:
+    if not future.set_running_or_notify_cancel():
+        return
+    try:
+        future.set_result((work(), None))
+    except BaseException as error:
+        future.set_result((None, _described(error)))
+
+
+def _described(error: BaseException) -> str:
+    """The exception in one line. In the user's thread, because its text is made by the user's code."""
+    try:
+        return describe(error)
+    except Exception as failure:  # of __str__
+        return f"{type(error).__name__}, whose text fails with {type(failure).__name__}"

@@ -1,0 +1,70 @@
+"""Tool that runs Python programs in the sandbox of code rewards: no files, network or processes; limits of time and memory."""
+
+import asyncio
+import queue
+import threading
+from typing import Any
+
+from trainer.agents.tools import BaseTool, OpenAIFunctionToolSchema, ToolResponse
+from trainer.rewards.sandbox.forkserver import ForkServer, JobLimits
+
+_SCHEMA = {
+    "type": "function",
+    "function": {
+        "name": "python",
+        "description": "Run a Python program and return what it prints. Nothing is kept between programs.",
+        "parameters": {
+            "type": "object",
+            "properties": {"code": {"type": "string", "description": "The program."}},
+            "required": ["code"],
+        },
+    },
+}
+# The sandbox drops stderr: a traceback goes where the output goes.
+_PROGRAM = """
+import sys, traceback
+try:
+    exec(compile({code!r}, "<program>", "exec"), {{"__name__": "__main__"}})
+except Exception as error:
+    frames = error.__traceback__.tb_next if not isinstance(error, SyntaxError) else None
+    traceback.print_exception(type(error), error, frames, file=sys.stdout)
+"""
+
+
+class PythonTool(BaseTool):
+    """Runs programs, each in a process of its own.
+
+    config: cpu_seconds (5), memory_mb (512), output_kb (64), and processes (4), the programs that run at the same time.
+    """
+
+    def __init__(self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None) -> None:
+        super().__init__(config, tool_schema or OpenAIFunctionToolSchema.model_validate(_SCHEMA))
+        self._limits = JobLimits(
+            cpu_seconds=float(config.get("cpu_seconds", 5.0)),
+            memory_bytes=int(config.get("memory_mb", 512)) << 20,
+            output_bytes=int(config.get("output_kb", 64)) << 10,
+        )
+        # Several servers: each runs one program at a time, and one may take all the time it has.
+        self._slots = threading.BoundedSemaphore(int(config.get("processes", 4)))
+        self._idle: queue.SimpleQueue[ForkServer] = queue.SimpleQueue()
+
+    async def execute(
+        self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
+    ) -> tuple[ToolResponse, float, dict[str, Any]]:
+        return ToolResponse(text=await asyncio.to_thread(self._run, parameters["code"])), 0.0, {}
+
+    def _run(self, code: str) -> str:
+        with self._slots:
+            try:
+                server = self._idle.get_nowait()
+            except queue.Empty:
+                server = ForkServer("trainer.rewards.sandbox.sandbox")
+            outcome = server.run({"code": _PROGRAM.format(code=code)}, self._limits)
+            # Not after an error, which is the server's: it is closed then.
+            self._idle.put(server)
+        return outcome.output if outcome.ending is None else f"{outcome.output}\n[the program {outcome.ending}]".lstrip()
+
+    def close(self) -> None:
+        """End the idle servers now instead of at the exit of this process."""
+        while not self._idle.empty():
+            self._idle.get().close()
