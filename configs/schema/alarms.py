@@ -37,8 +37,7 @@ class AlarmsConfig:
     truncated: AlarmConfig
     end_token: AlarmConfig
     staleness: AlarmConfig
-    rollout_idle: AlarmConfig
-    trainer_idle: AlarmConfig
+    idle: AlarmConfig
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)

@@ -256,7 +256,7 @@ def validation_asks(trial: Trial) -> Any:
 def reaction(trial: Trial) -> Any:
     """The reaction to a step in which every metric is bad, and its events."""
     bad = {"actor/entropy": 0.5, "actor/ppo_kl": 9.0, "training/rollout_log_probs_diff_mean": 9.0}
-    bad |= {"response_length/clip_ratio": 0.5, "training/zero_signal_groups": 1.0}
+    bad |= {"response_length/clip_ratio": 0.5, "training/zero_signal_groups": 1.0, "rollout/staleness/mean": 0.5}
     output: list[Any] = []
     events: Any = SimpleNamespace(add=lambda *words: output.append(words))
     try:
@@ -281,10 +281,11 @@ def round_of_prompts(trial: Trial) -> Any:
     return [prompt.prompt_ids for prompt in trial.assembly.stream().draw()]
 
 
-def groups_in_flight(trial: Trial) -> Any:
+def flight(trial: Trial) -> Any:
+    """Number of groups in flight, and whether replicas wait for each other."""
     policy = trial.assembly.batch_policy(trial.assembly.stream())
     assert isinstance(policy, PartialRollouts)
-    return policy.in_flight
+    return policy.in_flight, policy.in_step
 
 
 def texts(trial: Trial) -> Any:
@@ -342,15 +343,13 @@ TWO_EPOCHS = {f"{ACTOR}.ppo_epochs": 2}
 SERVED = {"reward.reward_model.enable": True, "reward.reward_model.urls": ["{first}"]}
 PTX = {"data.ptx_files": ["{task}/sft.parquet"], "data.ptx_max_length": 32, "data.ptx_truncation": "right"}
 ALARM = {"patience": 1, "bound": 0.1, "action": "warn"}
-RINGING = ("entropy", "mismatch", "policy_kl", "truncated", "zero_signal")
+RINGING = ("entropy", "mismatch", "policy_kl", "staleness", "truncated", "zero_signal")
 ALARMS = {f"alarms.{name}.{key}": value for name in RINGING for key, value in ALARM.items()}
-ON_TWO = {f"{ACTOR}.strategy": "megatron", f"{ACTOR}.ppo_micro_batch_size": 8, "trainer.n_gpus_per_node": 2}
 RULE = {"reward.custom_reward_function.path": None, "reward.scorer": "exact_match"}
 ROWS: Mapping[str, Row] = {
     f"{ACTOR}.clip_ratio_low": Row(0.9, losses, TWO_EPOCHS),
     f"{ACTOR}.fsdp_config.dtype": Row("bfloat16", log_probs),
     f"{ACTOR}.loss_agg_mode": Row("seq-mean-token-mean", updates("actor")),
-    f"{ACTOR}.megatron.context_parallel_size": Row(2, updates("actor"), ON_TWO),
     f"{ACTOR}.optim.betas": Row((0.5, 0.6), learning("actor")),
     f"{ACTOR}.policy_loss.kl_cov_ratio": Row(0.5, losses, {**TWO_EPOCHS, f"{ACTOR}.policy_loss.loss_mode": "kl_cov"}),
     f"{ACTOR}.ppo_mini_batch_size": Row(4, updates("actor")),
@@ -369,10 +368,12 @@ ROWS: Mapping[str, Row] = {
     "alarms.max_rollbacks": Row(0, rolled_back),
     "alarms.mismatch.action": Row("stop", reaction, ALARMS),
     "alarms.policy_kl.action": Row("rollback", reaction, ALARMS),
+    "alarms.staleness.bound": Row(0.9, reaction, ALARMS),
     "alarms.truncated.bound": Row(0.9, reaction, ALARMS),
     "alarms.zero_signal.action": Row("stop", reaction, ALARMS),
     "algorithm.kl_ctrl.type": Row("adaptive", coefficient),
-    "async_training.oversubmit": Row(2.0, groups_in_flight, {"async_training.mode": "partial"}),
+    "async_training.clock": Row("wall", flight, {"async_training.mode": "one_step_off"}),
+    "async_training.oversubmit": Row(2.0, flight, {"async_training.mode": "partial"}),
     "critic.model.lora_alpha": Row(64.0, learning("critic"), {**PPO, "critic.model.lora_rank": 2}),
     "critic.model.tiled_mlp.num_shards": Row(2, learning("critic"), {**PPO, "critic.model.tiled_mlp.enabled": True}),
     "critic.optim.lr_warmup_steps": Row(9, learning("critic"), {**PPO, "critic.optim.lr_warmup_steps": 0}),
@@ -381,7 +382,6 @@ ROWS: Mapping[str, Row] = {
     "critic.ppo_mini_batch_size": Row(4, updates("critic"), PPO),
     "data.gen_batch_size": Row(4, round_of_prompts, {"algorithm.filter_groups.enable": True}),
     "data.ptx_max_length": Row(9, texts, PTX),
-    "data.ptx_prompt_key": Row("response", texts, PTX),
     "reward.reward_model.urls": Row(["{second}"], servers_score, SERVED),
     "reward.scorer": Row("gsm8k", score, RULE),
     "timeouts.load": Row(7.0, seconds_to_load),

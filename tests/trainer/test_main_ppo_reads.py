@@ -173,7 +173,8 @@ def evaluate_alarms() -> None:
         "critic/score/mean": 1.0, "critic/score/max": 1.0, "critic/score/min": 0.0, "actor/entropy": 1.0, "actor/ppo_kl": 0.0,
         "actor/kl_loss": 0.0, "training/rollout_log_probs_diff_mean": 0.0, "actor/grad_norm": 1.0, "response_length/mean": 1.0,
         "response_length/clip_ratio": 0.0, "reward/failed_share": 0.0, "training/zero_signal_groups": 0.0, END_TOKENS: 1.0,
-        "val/accuracy": 1.0, "val/accuracy_std": 0.0, "val/accuracy_min": 0.0, "val/problems": 9.0,
+        "val/accuracy": 1.0, "val/accuracy_std": 0.0, "val/accuracy_min": 0.0, "val/problems": 9.0, "rollout/staleness/mean": 0.0,
+        "perf/rollout_idle": 0.0, "perf/trainer_idle": 0.0,
     }  # fmt: skip
     odd = {name: 9.0 for name in usual} | {"actor/entropy": 0.1, "critic/score/mean": -90.0, "training/skipped_in_a_row": 9.0}
     odd |= {"val/accuracy": 0.1, "val/accuracy_std": 0.0, END_TOKENS: 0.0}

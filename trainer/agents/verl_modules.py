@@ -21,8 +21,8 @@ import yaml
 from trainer.agents import tools
 from trainer.agents.interactions import BaseInteraction
 from trainer.agents.tools import AnyTool, FunctionTool, StatefulTool
-from trainer.run.user_code import load_module as load_module  # there is no public function that loads a file with all its names
 from trainer.run.user_code import check_file, describe
+from trainer.run.user_code import load_module as load_module  # there is no public function that loads a file with all its names
 
 _LOADING = threading.RLock()
 

@@ -188,6 +188,15 @@ def level(*names: str) -> Measure:
     return measure
 
 
+def highest(*names: str) -> Measure:
+    """A measure: the largest of these metrics, of those that the step has."""
+
+    def measure(memory: AlarmMemory, metrics: Metrics) -> float | None:
+        return max((metrics[name] for name in names if name in metrics), default=None)
+
+    return measure
+
+
 def lost_score(memory: AlarmMemory, metrics: Metrics) -> float | None:
     """Fall of the running mean score from its best value, as a fraction of the range of all scores so far.
 
@@ -344,18 +353,12 @@ STALENESS = AlarmRule(
     "tokens are of old weights: lower async_training.max_staleness (async) or max_age (partial), or keep fewer groups in flight "
     "(async_training.oversubmit)",
 )
-ROLLOUT_IDLE = AlarmRule(
-    "rollout_idle",
-    level("perf/rollout_idle"),
-    "perf/rollout_idle",
-    "the engines wait for the trainer: move GPUs from the rollout pool to the trainer's (placement.pools)",
-)
-TRAINER_IDLE = AlarmRule(
-    "trainer_idle",
-    level("perf/trainer_idle"),
-    "perf/trainer_idle",
-    "the trainer waits for responses: move GPUs from its pool to the rollout pool (placement.pools), or, so that a few long "
-    "responses do not hold up a batch, use async_training.mode=async with a larger max_staleness and oversubmit",
+IDLE = AlarmRule(
+    "idle",
+    highest("perf/rollout_idle", "perf/trainer_idle"),
+    "the larger of perf/rollout_idle and perf/trainer_idle",
+    "one pool waits for the other: move GPUs to the pool that is waited for (placement.pools); so that a few long responses do not "
+    "hold up a batch, use async_training.mode=async with a larger max_staleness and oversubmit",
 )
 
 
@@ -393,8 +396,7 @@ def ppo_alarms(config: PPOConfig) -> Alarms:
             (NO_LEARNING, alarms.no_learning),
             (VALIDATION, alarms.validation),
             (STALENESS, alarms.staleness),
-            (ROLLOUT_IDLE, alarms.rollout_idle),
-            (TRAINER_IDLE, alarms.trainer_idle),
+            (IDLE, alarms.idle),
             *([(TRUNCATED, alarms.truncated), (END_TOKEN, alarms.end_token)] if ends else []),
         ]
     )

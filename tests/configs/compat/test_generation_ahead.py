@@ -104,7 +104,7 @@ def test_staleness_threshold_bounds_groups_as_verls_rollouter_does(threshold: fl
     bound = translated(async_training__staleness_threshold=threshold, async_training__trigger_parameter_sync_step=n)[
         "async_training.max_staleness"
     ]
-    # Versions of the groups that are not trained on yet, and what a step finds between its version and theirs.
+    # Versions of the groups that are not trained on yet, and how far they are from that of a step.
     queue, staleness = list[int](), 0
     for step in range(1, 60):
         version = (step - 1) // n * n

@@ -63,7 +63,7 @@ class Mirror:
     def has_sent(self) -> bool:
         return "sent" in vars(self)
 
-    def forward(self, batch: Batch, plan: MicroBatches, outputs: list[str], adapter: bool) -> Batch:
+    def forward(self, batch: Batch, plan: MicroBatches, outputs: list[str], adapter: bool, snapshot: bool) -> Batch:
         assert sorted(row for part in plan for row in part) == list(range(len(batch)))
         return Batch(batch.lengths, tokens={name: batch.tokens["input_ids"].double() / 2 for name in outputs})
 
@@ -209,7 +209,7 @@ def test_unit_over_the_limit_is_refused_and_limits_in_rows_count_units() -> None
 class Sharing(Mirror):
     """Records the most groups of two that a micro-batch splits, and the prompt lengths that it received."""
 
-    def forward(self, batch: Batch, plan: MicroBatches, outputs: list[str], adapter: bool) -> Batch:
+    def forward(self, batch: Batch, plan: MicroBatches, outputs: list[str], adapter: bool, snapshot: bool) -> Batch:
         return Batch(batch.lengths, tokens={"log_probs": self.split_groups(batch, plan)})
 
     def train_step(self, batch: Batch, plan: MicroBatches) -> dict[str, Metric]:
@@ -239,7 +239,7 @@ def test_responses_to_a_prompt_share_a_micro_batch_if_the_engine_shares_prefixes
 class Computing(Mirror):
     """Returns as log-probs the tokens of each micro-batch that its rank computes."""
 
-    def forward(self, batch: Batch, plan: MicroBatches, outputs: list[str], adapter: bool) -> Batch:
+    def forward(self, batch: Batch, plan: MicroBatches, outputs: list[str], adapter: bool, snapshot: bool) -> Batch:
         chains, counts = chains_by_tokens(batch), torch.zeros(len(batch))
         assert chains is not None
         for part in plan:

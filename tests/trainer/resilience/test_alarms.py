@@ -75,8 +75,7 @@ DIVERGED: dict[str, tuple[dict[str, Any], int]] = {
     "truncated": ({"response_length/clip_ratio": np.full(40, 0.97)}, 5),  # from the first step on
     "end_token": ({END_TOKENS: np.zeros(40)}, 1),
     "staleness": ({"rollout/staleness/mean": step_change(40, 20, 1.0, 4.5)}, 25),
-    "rollout_idle": ({"perf/rollout_idle": step_change(40, 20, 0.1, 0.6)}, 30),
-    "trainer_idle": ({"perf/trainer_idle": step_change(40, 20, 0.1, 0.6)}, 30),
+    "idle": ({"perf/rollout_idle": step_change(40, 20, 0.1, 0.6), "perf/trainer_idle": step_change(40, 20, 0.3, 0.2)}, 30),
 }
 
 
