@@ -430,9 +430,9 @@ class Assembly:
             pause=flight.pause,
             keeps_cache=flight.kv_cache == "keep",
         )
+        options: dict[str, Any] = {"oversubmit": flight.oversubmit, "schedule": schedule, "clock": flight.clock}
         if staleness := {"one_step_off": schedule.every, "async": flight.max_staleness}.get(flight.mode or "", 0):
-            options: dict[str, Any] = {"oversubmit": flight.oversubmit, "max_staleness": staleness, "schedule": schedule}
-            return RolloutsAhead(buffer, groups=groups, clock=flight.clock, **options)
+            return RolloutsAhead(buffer, groups=groups, max_staleness=staleness, **options)
         if flight.mode == "partial":
             options = {"oversubmit": flight.oversubmit, "max_age": flight.max_age}
             if filters.enable:

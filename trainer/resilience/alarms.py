@@ -357,8 +357,8 @@ IDLE = AlarmRule(
     "idle",
     highest("perf/rollout_idle", "perf/trainer_idle"),
     "the larger of perf/rollout_idle and perf/trainer_idle",
-    "one pool waits for the other: move GPUs to the pool that is waited for (placement.pools); so that a few long responses do not "
-    "hold up a batch, use async_training.mode=async with a larger max_staleness and oversubmit",
+    "one pool waits for the other: move GPUs to the pool that is waited for (placement.pools); so that a few long responses do "
+    "not hold up a batch, use async_training.mode=async with a larger max_staleness and oversubmit",
 )
 
 

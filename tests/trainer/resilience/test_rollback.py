@@ -175,7 +175,8 @@ def test_rollback_does_not_rewind_the_data_streams(monkeypatch: pytest.MonkeyPat
         tracker=SimpleNamespace(go_back=lambda step: Path("earlier_1")), events=SimpleNamespace(add=lambda *event: None),
     )  # fmt: skip
     config = SimpleNamespace(alarms=SimpleNamespace(max_rollbacks=2))
-    loop = SimpleNamespace(trainer=trainer, rollbacks=Rollbacks(), config=config, sync_weights=lambda step: None)
+    parts = {"trainer": trainer, "rollbacks": Rollbacks(), "config": config, "ahead": None}
+    loop = SimpleNamespace(**parts, sync_weights=lambda step: None)
     Loop.roll_back(cast(Any, loop), Alarm("rollback", "fell", healthy_until=2))
     assert (prompts.drawn, prompts.taken, texts.drawn, loop.rollbacks.count, len(buffer)) == (7, 3, 30, 1, 0)
 
