@@ -8,7 +8,8 @@ Staleness. With n = trigger_parameter_sync_step batches of G groups between two 
 (1 + staleness_threshold) * n * G groups that were admitted and not trained on when the weights change. The last of them is in
 batch ceil((1 + staleness_threshold) * n) after that sync, so the weights before its update are newer by one version less:
 max_staleness = ceil((1 + staleness_threshold) * n) - 1, the same bound on groups in whole batches. For n = 1 a threshold of 0 is
-synchronous and 1 is one step off, as in verl's documentation.
+synchronous and 1 is one step off, as in verl's documentation. With n > 1 it is n at least: here the batch after a sync was generated
+before it.
 
 Batches. G is require_batches * ppo_mini_batch_size, and data.train_batch_size=0. rollout.total_rollout_steps counts groups.
 """
@@ -61,7 +62,12 @@ def generation_ahead(typed: Collection[str], value: Value, keys: Keys) -> Transl
     """
     found = Translation()
     if keys.knows(MODE):
-        for part, read in ((_pools, (NODES, GPUS, HYBRID)), (_batches, ()), (_staleness, (THRESHOLD,)), (_lengths, (GROUPS,))):
+        for part, read in (
+            (_pools, (NODES, GPUS, HYBRID)),
+            (_batches, (BATCHES,)),
+            (_staleness, (THRESHOLD,)),
+            (_lengths, (GROUPS,)),
+        ):
             if problems := list(part(typed, value, found)):
                 found.problems += problems
                 found.replaces |= set(read)
@@ -129,15 +135,23 @@ def _product(size: tuple[int, int]) -> str:
 
 
 def _batches(typed: Collection[str], value: Value, found: Translation) -> Iterator[str]:
-    if not _whole(value(BATCH)) or value(BATCH) != 0:
+    batch, several = value(BATCH), value(BATCHES)
+    is_open = _whole(batch) and batch == 0
+    if not is_open and BATCHES not in typed:
         return
-    size = _batch_size(value)
-    if size is None:
-        yield f"{BATCH}=0: set it to the number of prompts that a step trains on ({BATCHES} * {MINI})"
+    mini = value(MINI)
+    size = int((several or 1) * mini) if _whole(several or 1) and _whole(mini) else None
+    if size is None or not size:
+        given = f"{BATCHES}={several}" if BATCHES in typed else f"{BATCH}=0"
+        yield f"{given}: set {BATCH} to the number of prompts that a step trains on ({BATCHES} * {MINI})"
+        return
+    if BATCH in typed and not is_open and batch != size:
+        yield f"{BATCHES}={several}: a step trains on {several} * {MINI}={mini}: {size} prompts, and {BATCH}={batch}; leave one out"
         return
     found.sets[BATCH] = size
     # Prompts are drawn one at a time anyway.
-    left_out = [BATCH, *([DRAWN] if value(DRAWN) == 1 else [])]
+    read = ((BATCHES, BATCHES in typed), (BATCH, is_open), (DRAWN, value(DRAWN) == 1))
+    left_out = [name for name, is_read in read if is_read]
     found.replace(f"{', '.join(left_out)}: sets {BATCH}={size}, {BATCHES} * {MINI}", *left_out)
 
 
@@ -159,6 +173,8 @@ def _staleness(typed: Collection[str], value: Value, found: Translation) -> Iter
     # Fraction of the text: the float 0.1 is more than a tenth, and 10 * (1 + 0.1) batches would be rounded up to 12.
     batches = (1 + Fraction(str(threshold))) * n
     bound = ceil(batches) - 1
+    # Generation is one step ahead, so tokens are n versions old with any threshold; n = 1 and 0 is synchronous.
+    bound = max(bound, n) if n > 1 else bound
     if mode is False and bound > 1:
         yield (
             f"{THRESHOLD}={threshold}: with async_training.partial_rollout=false; responses continue with newer weights after a "

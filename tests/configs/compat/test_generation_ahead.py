@@ -80,7 +80,16 @@ def test_hybrid_engine_false_alone_splits_the_gpus_unless_they_are_placed() -> N
             "async_training.staleness_threshold=2: with async_training.partial_rollout=false; responses continue with newer",
         ),
         (("async_training.staleness_threshold=-1",), "async_training.staleness_threshold=-1: must be a proportion of stale"),
-        (("data.train_batch_size=0",), "data.train_batch_size=0: set it to the number of prompts that a step trains on"),
+        (
+            ("async_training.require_batches=2", "actor_rollout_ref.actor.ppo_mini_batch_size=32", "data.train_batch_size=128"),
+            "async_training.require_batches=2: a step trains on 2 * actor_rollout_ref.actor.ppo_mini_batch_size=32: 64 prompts, and "
+            "data.train_batch_size=128; leave one out",
+        ),
+        (("async_training.require_batches=2",), "async_training.require_batches=2: set data.train_batch_size to the number of"),
+        (
+            ("data.train_batch_size=0",),
+            "data.train_batch_size=0: set data.train_batch_size to the number of prompts that a step trains on",
+        ),
         (("rollout.total_rollout_steps=100",), f"{ROLLOUT}.total_rollout_steps=100: set trainer.total_training_steps"),
         (("trainer.v1.separate_async.hybrid_rollout.enable_switch=true",), "trainer.v1.separate_async.hybrid_rollout.enable"),
         (("trainer.v1.separate_async.num_warmup_batches=3",), "trainer.v1.separate_async.num_warmup_batches=3: the first step"),
@@ -112,7 +121,8 @@ def test_staleness_threshold_bounds_groups_as_verls_rollouter_does(threshold: fl
             queue += [version] * (limit - len(queue))
         staleness = max([staleness, *(step - 1 - sampled_by for sampled_by in queue[:size])])
         del queue[:size]
-    assert staleness == bound
+    # Here the batch after a sync was generated before it: nothing fresher than n versions.
+    assert bound == (max(staleness, n) if n > 1 else staleness)
 
 
 def test_staleness_threshold_selects_the_mode_and_says_when_it_is_rounded() -> None:
@@ -142,6 +152,19 @@ def test_batches_and_lengths() -> None:
         actor_rollout_ref__rollout__test_freq=2,
     )  # fmt: skip
     assert found == {"data.train_batch_size": 128, "trainer.total_training_steps": 400, "trainer.test_freq": 8}
+
+
+def test_command_line_of_the_fully_async_program() -> None:
+    config = ppo(
+        "data.train_batch_size=0", "data.gen_batch_size=1", "actor_rollout_ref.actor.ppo_mini_batch_size=32",
+        "actor_rollout_ref.hybrid_engine=False", "trainer.nnodes=1", "trainer.n_gpus_per_node=4", "rollout.nnodes=1",
+        "rollout.n_gpus_per_node=4", "rollout.total_rollout_steps=51200", "async_training.staleness_threshold=0.1",
+        "async_training.trigger_parameter_sync_step=4", "async_training.require_batches=4", "async_training.partial_rollout=True",
+    )  # fmt: skip
+    flight = config.async_training
+    assert (flight.mode, flight.trigger_parameter_sync_step, flight.max_staleness) == ("async", 4, 4)
+    assert (config.data.train_batch_size, config.trainer.total_training_steps) == (128, 400)
+    assert ppo("async_training.require_batches=2", "actor_rollout_ref.actor.ppo_mini_batch_size=32").data.train_batch_size == 64
 
 
 @pytest.mark.parametrize(
