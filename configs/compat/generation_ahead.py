@@ -8,8 +8,8 @@ Staleness. With n = trigger_parameter_sync_step batches of G groups between two 
 (1 + staleness_threshold) * n * G groups that were admitted and not trained on when the weights change. The last of them is in
 batch ceil((1 + staleness_threshold) * n) after that sync, so the weights before its update are newer by one version less:
 max_staleness = ceil((1 + staleness_threshold) * n) - 1, the same bound on groups in whole batches. For n = 1 a threshold of 0 is
-synchronous and 1 is one step off, as in verl's documentation. With n > 1 it is n at least: here the batch after a sync was generated
-before it.
+synchronous and 1 is one step off, as in verl's documentation. With n > 1 it is at least n: here the batch after a sync was
+generated before it.
 
 Batches. G is require_batches * ppo_mini_batch_size, and data.train_batch_size=0. rollout.total_rollout_steps counts groups.
 """
@@ -146,7 +146,7 @@ def _batches(typed: Collection[str], value: Value, found: Translation) -> Iterat
         yield f"{given}: set {BATCH} to the number of prompts that a step trains on ({BATCHES} * {MINI})"
         return
     if BATCH in typed and not is_open and batch != size:
-        yield f"{BATCHES}={several}: a step trains on {several} * {MINI}={mini}: {size} prompts, and {BATCH}={batch}; leave one out"
+        yield f"{BATCHES}={several}: {several} * {MINI}={mini} are {size} prompts of a step, and {BATCH}={batch}; leave one out"
         return
     found.sets[BATCH] = size
     # Prompts are drawn one at a time anyway.

@@ -82,7 +82,7 @@ def test_hybrid_engine_false_alone_splits_the_gpus_unless_they_are_placed() -> N
         (("async_training.staleness_threshold=-1",), "async_training.staleness_threshold=-1: must be a proportion of stale"),
         (
             ("async_training.require_batches=2", "actor_rollout_ref.actor.ppo_mini_batch_size=32", "data.train_batch_size=128"),
-            "async_training.require_batches=2: a step trains on 2 * actor_rollout_ref.actor.ppo_mini_batch_size=32: 64 prompts, and "
+            "async_training.require_batches=2: 2 * actor_rollout_ref.actor.ppo_mini_batch_size=32 are 64 prompts of a step, and "
             "data.train_batch_size=128; leave one out",
         ),
         (("async_training.require_batches=2",), "async_training.require_batches=2: set data.train_batch_size to the number of"),
