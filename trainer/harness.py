@@ -168,6 +168,8 @@ class Trainer:
             yield step
             if abandoned := self.step < step:  # a checkpoint of the step before has that step's metrics
                 self.metrics = before
+        # A run that had to stop where no checkpoint could be written may have reached its last step.
+        self.lifecycle.stopping.withdraw()
 
     def is_due(self, step: int, every: int) -> bool:
         """Whether what happens every ``every`` steps (-1: never) happens after ``step``. The last step always counts."""

@@ -370,8 +370,9 @@ def _proximal_problems(config: PPOConfig) -> Iterator[str]:
         yield f"{key}: {why} for the weights of stale tokens; set algorithm.rollout_correction.rollout_is=token (or sequence)"
 
 
-def _in_flight_problems(generation: AsyncTrainingConfig, engine: str) -> Iterator[str]:
+def _in_flight_problems(generation: AsyncTrainingConfig, rollout: RolloutEngineConfig, device: str) -> Iterator[str]:
     """Problems of the weight syncs while responses are in flight."""
+    engine = rollout.name
     every = generation.trigger_parameter_sync_step
     if generation.mode not in ("one_step_off", "async"):
         changed = {
@@ -398,11 +399,18 @@ def _in_flight_problems(generation: AsyncTrainingConfig, engine: str) -> Iterato
             "async_training.kv_cache=keep: SGLang cannot drop the cached prefixes of old weights while requests run, and new "
             "requests would share them; use kv_cache=recompute, or another engine"
         )
+    # vLLM computes a step ahead on GPUs. Its tokens would get the version of weights that did not sample them.
+    is_ahead = engine == "vllm" and device == "cuda" and rollout.engine_kwargs.vllm.get("async_scheduling") is not False
+    if generation.kv_cache == "keep" and is_ahead:
+        yield (
+            "async_training.kv_cache=keep: vLLM would have a step of the old weights in progress at a sync; set "
+            f"{ROLLOUT}.engine_kwargs.vllm.async_scheduling=false"
+        )
 
 
 def _async_problems(config: PPOConfig, place: Placement) -> Iterator[str]:
     yield from _proximal_problems(config)
-    yield from _in_flight_problems(config.async_training, config.actor_rollout_ref.rollout.name)
+    yield from _in_flight_problems(config.async_training, config.actor_rollout_ref.rollout, config.trainer.device)
     algorithm, correction, generation = config.algorithm, config.algorithm.rollout_correction, config.async_training
     if generation.clock == "wall" and generation.mode not in ("one_step_off", "async"):
         yield (

@@ -141,10 +141,15 @@ class Loop:
         parts = {name: part for name, part in trainer.stateful.items() if name in ("data", "reward_models", "filter_groups")}
         before = {name: part.state() for name, part in parts.items()}
         arrays = {name: has_arrays.arrays() for name, has_arrays in trainer.arrays.items()}
-        overlap = self.score_overlapped if self.scoring_overlaps else None
+        overlap, version = self.score_overlapped if self.scoring_overlaps else None, self.rollout.version
         try:
             batch = self.sampler.next_batch(step, self.prompts, trainer.phases, overlap)
+            if self.rollout.version != version:  # synced, see RolloutsAhead.batch
+                self.take_snapshot()
         except LeftUndone:
+            # Before the groups are restored, which know only the requests of earlier steps.
+            if self.ahead is not None:
+                self.ahead.release()
             for name, state in before.items():
                 parts[name].load(state)
             for name, tensors in arrays.items():
@@ -365,11 +370,17 @@ class Loop:
     def sync_weights(self, step: int) -> None:
         """Transfer the actor's weights to the rollout engine; sampled tokens record ``step`` as their weight_version."""
         policy = self.ahead
-        continues = policy is not None and policy.keeps_requests
-        keep_cache = policy is not None and continues and policy.schedule.keeps_cache
         with self.trainer.phases("sync"):
-            metrics = self.rollout.sync_weights(step, continues=continues, keep_cache=keep_cache)
-        self.trainer.metrics |= plain_numbers(metrics)
+            if policy is None:
+                metrics = self.rollout.sync_weights(step)
+            else:
+                keep_cache = policy.keeps_requests and policy.schedule.keeps_cache
+                metrics = self.rollout.sync_weights(step, release=policy.release, keep_cache=keep_cache)
+            self.trainer.metrics |= plain_numbers(metrics)
+            self.take_snapshot()
+
+    def take_snapshot(self) -> None:
+        """Copy the actor's weights, which the engine has now, if they make the old log-probs until the next sync."""
         if self.config.async_training.prox_logp == "snapshot":
             self.actor.take_snapshot()
 

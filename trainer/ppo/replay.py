@@ -8,7 +8,7 @@ parts replaced, and the results are compared. Cost: a checkpoint of the precedin
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -188,7 +188,7 @@ class NoRollout(RemoteRollout):
     def __init__(self) -> None:
         self.version, self.groups = 0, []
 
-    def sync_weights(self, version: int, *, continues: bool = False, keep_cache: bool = False) -> Metrics:
+    def sync_weights(self, version: int, *, release: Callable[[], object] = lambda: None, keep_cache: bool = False) -> Metrics:
         self.version = version
         return {}
 

@@ -95,6 +95,10 @@ class Stopping:
             return
         raise Stopped(reason[0], f"stopped after step {self.furthest}: {reason[1]}; {resume_hint(self.run_dir)}")
 
+    def withdraw(self) -> None:
+        """Forget that the run has to stop: it has ended by itself."""
+        self._reason = None
+
     def _listen(self) -> None:
         if not self._before:
             self._before = {number: signal.signal(number, self._note) for number in SIGNALS}

@@ -105,18 +105,16 @@ class RolloutsAhead(PartialRollouts):
         """Whether the engines have requests between two generations."""
         return self._kept is not None
 
-    def generate(
+    def generate_ahead(
         self,
         sampler: Sampler,
         step: int,
         prompts: PromptStream,
         counts: TokenCounts,
         ended: Callable[[], bool] | None = None,
-        *,
-        replaces: bool = True,
     ) -> Generator[list[PendingGroup], None, None]:
-        yield from super().generate(sampler, step, prompts, counts, ended, replaces=replaces)
-        # The batch of ``step`` is generated in the step before it.
+        """``generate`` the batch of ``step`` during the step before it, with what its end means for unfinished responses."""
+        yield from self.generate(sampler, step, prompts, counts, ended, replaces=False)
         match self.schedule.at_end(step - 1):
             case "abort":
                 counts.generated += self.release()
@@ -156,7 +154,7 @@ class RolloutsAhead(PartialRollouts):
 
         def work() -> None:
             try:
-                for _ in self.generate(sampler, step, prompts, self._counts, until, replaces=False):
+                for _ in self.generate_ahead(sampler, step, prompts, self._counts, until):
                     if abandoned.is_set():
                         break
             except BaseException as error:  # raised by the thread that waits
@@ -185,12 +183,19 @@ class RolloutsAhead(PartialRollouts):
     def batch(self, sampler: Sampler, step: int, prompts: PromptStream, phases: Phases, overlap: Overlap | None) -> Batch:
         self._counts = TokenCounts()
         with phases("gen"):
-            # Without a tick, except in the first step of a run, with the wall clock, and after the death of a replica.
-            taken = list[PendingGroup]()
-            # Again if a replica died whose requests were kept over a sync: it is replaced when the next flow calls it.
-            while len(taken) < self.groups:
-                taken = [group for new in self.generate(sampler, step, prompts, self._counts) for group in new]
+            # Without a tick, except in the first step of a run, with the wall clock, and after the death of a replica. Between
+            # two syncs no replica can be replaced: the trainers have newer weights than the others.
+            is_synced = sampler.rollout.version == step - 1
+            taken = self._whole(sampler, step, prompts, replaces=is_synced)
+            if len(taken) < self.groups:
+                self.release()
+                sampler.rollout.sync_weights(step - 1)
+                taken = self._whole(sampler, step, prompts, replaces=True)
             # Not in the thread: scores of the batch that is trained on and of a validation are collected between the two.
             submitted = self._submit(sampler, taken)
         batch = self._taken(sampler, submitted, taken, step, phases, overlap)
         return batch.with_meta({"generated_tokens": int(batch.tokens["response_mask"].count_nonzero())})
+
+    def _whole(self, sampler: Sampler, step: int, prompts: PromptStream, *, replaces: bool) -> list[PendingGroup]:
+        """The groups of the step's batch; fewer if a replica died that was not replaced."""
+        return [group for new in self.generate(sampler, step, prompts, self._counts, replaces=replaces) for group in new]

@@ -74,12 +74,12 @@ class RemoteRollout:
             self.groups[number].register_mesh(ROLE, mesh)
         return meshes
 
-    def sync_weights(self, version: int, *, continues: bool = False, keep_cache: bool = False) -> Metrics:
+    def sync_weights(self, version: int, *, release: Callable[[], object] = lambda: None, keep_cache: bool = False) -> Metrics:
         """Give every engine the weights of the source; completions have ``version`` from now on.
 
-        Replicas that died since their last call are replaced first. continues: the engines have requests, which continue with
-        the new weights; a replica that died is an error then, because its requests are lost. keep_cache: see
-        Rollout.load_weights.
+        Replicas that died since their last call are replaced first. release: takes the requests that the engines have, which
+        otherwise continue with the new weights; called if a replica died, because one without its requests follows. keep_cache:
+        see Rollout.load_weights.
         """
         from workers.roles.worker import Worker
 
@@ -91,8 +91,7 @@ class RemoteRollout:
             results = self.watchdog.results(alive, every=True)
             for replica, call in enumerate(alive):
                 if isinstance(death := results[call], WorkerError):
-                    if continues:
-                        raise death
+                    release()
                     with self._replicas.replaced(replica, death):
                         self._build([replica])
         return self._sync(range(len(self.groups)), keep_cache=keep_cache)

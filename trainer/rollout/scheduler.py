@@ -118,7 +118,8 @@ class RolloutScheduler:
     def _place(self, group: _Group) -> int | None:
         """Replica for a group that is to be submitted now; None: it waits."""
         if self._balance == "static":
-            return self.replicas[self._n_placed % len(self.replicas)] if self.replicas else None
+            replica = self.replicas[self._n_placed % len(self.replicas)] if self.replicas else None
+            return None if replica in self._called else replica
         room = [i for i in self.replicas if i not in self._called and self._fits(group, self.held(i))]
         return min(room, key=lambda i: (self._outstanding(i), i), default=None)
 

@@ -20,8 +20,17 @@ WHOLE_STEP = "step"
 AFTER_STEP = ("testing", "save_checkpoint")
 """Phases outside the step: they are not part of its seconds."""
 
-WITHIN = ("verify_weights", "engine_sleep", "engine_wake", "release_memory", "gc", "rollout_idle")
-"""Times of workers. They are parts of other phases, so they must not be added to them."""
+WITHIN = (
+    "verify_weights",
+    "engine_sleep",
+    "engine_wake",
+    "release_memory",
+    "gc",
+    "rollout_idle",
+    "trainer_stall",
+    "engine_stall",
+)
+"""Times that are parts of other phases, so they must not be added to them."""
 
 
 @dataclass(frozen=True, slots=True)

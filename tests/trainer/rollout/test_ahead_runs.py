@@ -57,7 +57,7 @@ def reference_fit(loop: Loop) -> None:
                 policy.release()
             else:
                 counts = TokenCounts()
-                for _ in policy.generate(loop.sampler, step + 1, loop.prompts, counts):
+                for _ in policy.generate_ahead(loop.sampler, step + 1, loop.prompts, counts):
                     pass
                 trainer.metrics["rollout/recomputed_tokens"] = float(counts.recomputed)
             batch |= loop.log_probs_and_values(batch)

@@ -122,7 +122,7 @@ class WallRun(Run):
             return engine.now >= end
 
         until = None if self.logical else ended
-        for _ in self.policy.generate(self.sampler, self.step + 1, self.stream, TokenCounts(), until, replaces=False):
+        for _ in self.policy.generate_ahead(self.sampler, self.step + 1, self.stream, TokenCounts(), until):
             pass
         if not self.logical and engine.now < end and engine.n_lost == lost:
             assert len(self.buffer) == self.bound * self.policy.groups and self.buffer.n_unfinished == 0, "nothing is left to do"
@@ -265,7 +265,7 @@ def simulated(clock: Literal["logical", "wall"], updates: Sequence[float], folde
                 return run.clock.seconds >= end
 
             until = ended if clock == "wall" else None
-            for _ in policy.generate(run.sampler, run.n_steps + 1, run.stream, TokenCounts(), until, replaces=False):
+            for _ in policy.generate_ahead(run.sampler, run.n_steps + 1, run.stream, TokenCounts(), until):
                 pass
             run.clock.meet()
             trainer_idle += max(0.0, run.clock.seconds - end)
