@@ -158,8 +158,8 @@ class KillHooks:
 
     def steps(self, remaining_steps: Callable[..., Iterator[int]]) -> Callable[..., Iterator[int]]:
         @wraps(remaining_steps)
-        def counted(loop: Any) -> Iterator[int]:
-            for step in remaining_steps(loop):
+        def counted(*of_trainer: Any) -> Iterator[int]:
+            for step in remaining_steps(*of_trainer):
                 if self.step == BEGIN:
                     (self.notes / "begun").write_text(str(time.monotonic()))
                 self.step = step

@@ -394,10 +394,10 @@ def _in_flight_problems(generation: AsyncTrainingConfig, rollout: RolloutEngineC
         )
     if generation.kv_cache == "keep" and generation.pause != "keep":
         yield f"async_training.kv_cache=keep: with async_training.pause={generation.pause} no response is running; use pause=keep"
-    if generation.kv_cache == "keep" and engine == "sglang":
+    if generation.kv_cache == "keep" and engine not in ("embedded", "vllm"):
         yield (
-            "async_training.kv_cache=keep: SGLang cannot drop the cached prefixes of old weights while requests run, and new "
-            "requests would share them; use kv_cache=recompute, or another engine"
+            f"async_training.kv_cache=keep: {engine} cannot drop the cached prefixes of old weights while requests run, and new "
+            "requests would share them; use kv_cache=recompute, or rollout.name=vllm or embedded"
         )
     # vLLM computes a step ahead on GPUs. Its tokens would get the version of weights that did not sample them.
     is_ahead = engine == "vllm" and device == "cuda" and rollout.engine_kwargs.vllm.get("async_scheduling") is not False

@@ -29,7 +29,9 @@ class ModelRole:
         self.sender: Sender | None = None
         self.snapshot = WeightSnapshot(engine)
 
-    def forward(self, batch: Batch, plan: MicroBatches, outputs: list[str], adapter: bool, snapshot: bool) -> Batch | None:
+    def forward(
+        self, batch: Batch, plan: MicroBatches, outputs: list[str], adapter: bool, snapshot: bool = False
+    ) -> Batch | None:
         """Columns ``outputs`` of this rank's rows, without gradient; see TrainEngine.forward. snapshot: see take_snapshot."""
         self.memory_scheduler.enter("forward", self.name)
         with self.snapshot.swapped_in() if snapshot else nullcontext():

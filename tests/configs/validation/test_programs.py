@@ -277,8 +277,8 @@ def test_defaults_and_quick_start_have_no_errors_or_notes() -> None:
         (
             [*AHEAD, f"{ROLLOUT}.name=sglang", "async_training.pause=keep", "async_training.kv_cache=keep"],
             [
-                "async_training.kv_cache=keep: SGLang cannot drop the cached prefixes of old weights while requests run, and new "
-                "requests would share them; use kv_cache=recompute, or another engine"
+                "async_training.kv_cache=keep: sglang cannot drop the cached prefixes of old weights while requests run, and new "
+                "requests would share them; use kv_cache=recompute, or rollout.name=vllm or embedded"
             ],
         ),
         (

@@ -59,10 +59,10 @@ class Killer:
         killed = int(pool.partition(".")[2] or 0)
         start, sync = RemoteRollout.start_call, RemoteRollout._sync
 
-        def kill_and_sync(rollout: RemoteRollout, numbers_of_groups: Any) -> Any:
+        def kill_and_sync(rollout: RemoteRollout, numbers_of_groups: Any, **options: Any) -> Any:
             if method == "sync_weights":
                 self._kill(numbers)
-            return sync(rollout, numbers_of_groups)
+            return sync(rollout, numbers_of_groups, **options)
 
         def start_and_kill(rollout: RemoteRollout, call: Any, replica: int, *words: Any, **options: Any) -> Any:
             if call.method == method == "is_alive" and replica == killed:

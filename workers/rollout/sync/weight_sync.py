@@ -129,7 +129,7 @@ class WeightSync:
                         sample.take(name, tensor)
                 yield name, tensor
 
-        self.rollout.load_weights(sampled_stream(), version, keep_cache=keep_cache)
+        self.rollout.load_weights(sampled_stream(), version, **_kept(keep_cache))
         if self.config.verify_weights == "off":
             return
         with watch:
@@ -151,7 +151,7 @@ class WeightSync:
         """Load the adapter and verify all of it: it is small enough to compare completely in each sync."""
         # Collected, because it is read twice: by the engine and by the verification.
         weights = dict(self.source.export_weights(kind="adapter"))
-        self.rollout.load_adapter(adapter, iter(weights.items()), version, keep_cache=keep_cache)
+        self.rollout.load_adapter(adapter, iter(weights.items()), version, **_kept(keep_cache))
         if self.config.verify_weights != "off":
             with watch:
                 held = self.rollout.held_adapter()
@@ -178,3 +178,8 @@ class WeightSync:
         if self._places is None:
             self._places = self.rollout.held_weights(exact=self.config.verify_weights == "full")
         return self._places
+
+
+def _kept(keep_cache: bool) -> dict[str, bool]:
+    """The argument keep_cache if it is set: engines that were written before it do not take it."""
+    return {"keep_cache": True} if keep_cache else {}

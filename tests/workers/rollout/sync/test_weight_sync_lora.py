@@ -35,11 +35,11 @@ class Taker:
     def to_engine_names(self, weights: Iterable[tuple[str, Tensor]]) -> Iterable[tuple[str, Tensor]]:
         return weights
 
-    def load_weights(self, weights: Iterator[tuple[str, Tensor]], version: int, *, keep_cache: bool) -> None:
+    def load_weights(self, weights: Iterator[tuple[str, Tensor]], version: int, *, keep_cache: bool = False) -> None:
         self.calls.append(("base", version))
         self.base = {name: weight.clone() for name, weight in weights}
 
-    def load_adapter(self, config: LoraConfig, weights: Iterator[tuple[str, Tensor]], version: int, *, keep_cache: bool) -> None:
+    def load_adapter(self, config: LoraConfig, weights: Iterator[tuple[str, Tensor]], version: int, *, keep_cache: bool = False) -> None:
         self.calls.append(("adapter", version))
         self.config, self.adapter = config, {name: weight.clone() for name, weight in weights}
 
