@@ -39,7 +39,9 @@ class Taker:
         self.calls.append(("base", version))
         self.base = {name: weight.clone() for name, weight in weights}
 
-    def load_adapter(self, config: LoraConfig, weights: Iterator[tuple[str, Tensor]], version: int, *, keep_cache: bool = False) -> None:
+    def load_adapter(
+        self, config: LoraConfig, weights: Iterator[tuple[str, Tensor]], version: int, *, keep_cache: bool = False
+    ) -> None:
         self.calls.append(("adapter", version))
         self.config, self.adapter = config, {name: weight.clone() for name, weight in weights}
 
