@@ -161,19 +161,19 @@ async def _contained(call: Callable[[], Any]) -> tuple[Any, str | None]:
     try:
         return await call(), None
     except BaseException as error:  # anything: SystemExit would end the thread, CancelledError look like a time limit
-        return None, _described(error)
+        return None, described(error)
 
 
 def _contained_sync(call: Callable[[], Any]) -> tuple[Any, str | None]:
     try:
         return completed(call()), None
     except BaseException as error:
-        return None, _described(error)
+        return None, described(error)
 
 
-def _described(error: BaseException) -> str:
+def described(error: BaseException) -> str:
     """The exception in one line. In the user's thread, because its text is made by the user's code."""
     try:
         return describe(error)
-    except Exception as failure:  # of __str__
+    except (Exception, SystemExit) as failure:  # of __str__
         return f"{type(error).__name__}, whose text fails with {type(failure).__name__}"
