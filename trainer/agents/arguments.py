@@ -24,18 +24,15 @@ def _refuse(name: str) -> NoReturn:
     raise ValueError(f"{name} is not JSON")
 
 
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    return dict(unrepeated(pairs))
-
-
-def unrepeated(pairs: list[tuple[str, Any]]) -> list[tuple[str, Any]]:
-    """The pairs. Raises ValueError if two have one name: which of them is meant would be a guess."""
-    if len({name for name, _ in pairs}) < len(pairs):
+def unrepeated(pairs: list[tuple[Any, Any]]) -> dict[str, Any]:
+    """The pairs as a dict. Raises ValueError if two have one name: which of them is meant would be a guess."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
         raise ValueError("a name is there twice")
-    return pairs
+    return found
 
 
-_DECODER = json.JSONDecoder(parse_constant=_refuse, object_pairs_hook=_object)
+_DECODER = json.JSONDecoder(parse_constant=_refuse, object_pairs_hook=unrepeated)
 
 
 def decode(text: str, start: int = 0) -> tuple[Any, int]:

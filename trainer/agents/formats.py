@@ -297,7 +297,7 @@ def _python_calls(text: str) -> list[_Found]:
             if not isinstance(call, ast.Call) or call.args or any(keyword.arg is None for keyword in call.keywords):
                 raise ValueError("a call is a name with keyword arguments")
             arguments = unrepeated([(str(keyword.arg), _literal(keyword.value)) for keyword in call.keywords])
-            found.append((_dotted(call.func), check_json(dict(arguments))))
+            found.append((_dotted(call.func), check_json(arguments)))
         return found
     # What a model writes may be too deep for Python's parser, which raises any of these.
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
@@ -330,7 +330,7 @@ def _literal(node: ast.expr) -> Any:
         case ast.Dict(keys=keys, values=values):
             names = [_literal(key) if key else None for key in keys]
             if all(isinstance(name, str) for name in names):
-                return dict(unrepeated([*zip(names, map(_literal, values), strict=True)]))
+                return unrepeated([*zip(names, map(_literal, values), strict=True)])
     raise ValueError("arguments are text, numbers, True, False, None, lists, and dicts with text as keys")
 
 

@@ -49,9 +49,9 @@ class SessionLoop:
             loop, work = self._started(), _contained(call)
             try:
                 future = asyncio.run_coroutine_threadsafe(work, loop)
-            except RuntimeError as error:  # the user's code has ended the loop just now
+            except RuntimeError as closed:  # the user's code has ended the loop just now
                 work.close()
-                raise UserCodeError(f"the thread of the session has ended: {error}") from error
+                raise UserCodeError(f"the thread of the session has ended: {closed}") from closed
         else:
             future = _in_thread(partial(copy_context().run, _contained_sync, call))
         if not await _is_done(future, seconds):

@@ -151,7 +151,7 @@ def _entries(path: str, section: str, key: str) -> list[dict[str, Any]]:
         raise ValueError(f"{key}: not YAML: {' '.join(str(error).split())}") from error
     entries = content.get(section) if isinstance(content, dict) else None
     if not isinstance(entries, list) or not all(map(_is_entry, entries)):
-        raise ValueError(f"{key}: it must have a list «{section}», whose entries have class_name, and may have a mapping «config»")
+        raise ValueError(f"{key}: it must have a list «{section}», whose entries have class_name; config is a mapping")
     return entries
 
 

@@ -67,7 +67,10 @@ def test_a_value_is_decoded_with_the_space_around_it() -> None:
     assert decode('x  {"a": "é"} \n y', 1) == ({"a": "é"}, 16)
 
 
-@pytest.mark.parametrize("text", ["NaN", "-Infinity", "1e999", '"\\udc00"', "[" * 100_000, "", "tru", "9" * 5_000, '{"a": 1, "a": 1}', "[" * 101 + "]" * 101])
+@pytest.mark.parametrize(
+    "text",
+    ["NaN", "-Infinity", "1e999", '"\\udc00"', "[" * 100_000, "", "tru", "9" * 5_000, '{"a": 1, "a": 1}', "[" * 101 + "]" * 101],
+)
 def test_what_no_other_program_reads_is_not_json(text: str) -> None:
     with pytest.raises(ValueError):
         decode(text)

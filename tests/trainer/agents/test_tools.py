@@ -202,7 +202,4 @@ def test_a_result_that_means_nothing_is_an_error(value: Any) -> None:
 
 
 def test_a_response_may_have_only_text() -> None:
-    assert (
-        ToolResponse(text="x").is_text_only()
-        and not ToolResponse(text="x", image=[1]).is_text_only()
-    )
+    assert ToolResponse(text="x").is_text_only() and not ToolResponse(text="x", image=[1]).is_text_only()

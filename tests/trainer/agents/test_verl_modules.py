@@ -256,7 +256,7 @@ def test_an_installed_verl_is_used_instead(tmp_path: Path, monkeypatch: pytest.M
         ("FILE:GuessTool", "tools: 3", "it must have a list «tools»"),
         ("FILE:GuessTool", "tools: [", "not YAML"),
         ("FILE:GuessTool", "tools: \udcff", "not YAML"),
-        ("FILE:GuessTool", "tools: [{class_name: a.B, config: native}]", "it must have a list «tools»"),
+        ("FILE:GuessTool", "tools: [{{class_name: a.B, config: native}}]", "it must have a list «tools»"),
         ("FILE:GuessTool", YAML + YAML.replace("tools:", ""), "two tools of the name guess"),
     ],
 )
