@@ -370,6 +370,16 @@ def test_xml_values_have_the_types_of_the_schema_and_are_text_otherwise(key: str
     assert repr(found) == repr([("typed", {key: value})])
 
 
+def test_xml_values_have_the_types_of_definitions_that_the_tool_shares() -> None:
+    number = {"$ref": "#/$defs/number"}
+    parameters = {"type": "object", "properties": {"a": number, "b": True}, "$defs": {"number": {"type": "integer"}}}
+    text = XML.render(calls=[("f", {"a": "3", "b": "3"})])
+    turn = parse_turn(
+        call_format("qwen3_coder"), text, [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    )
+    assert good(turn) == [("f", {"a": 3, "b": "3"})]
+
+
 OWN = '''
 def shout(text, tools):
     """CALL name {json}, one per line."""

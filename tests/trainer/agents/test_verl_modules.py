@@ -329,22 +329,27 @@ def test_functions_that_an_installed_verl_registers_are_tools(tmp_path: Path, mo
 
 
 class Careless(BaseInteraction):
-    """Returns no id, and changes the messages. entered: set when it starts, which takes forever if slow."""
+    """Returns no id, and changes the messages. slow: the method that sets entered, and waits until go is set."""
 
-    def __init__(self, *, slow: bool = False) -> None:
+    def __init__(self, slow: str = "") -> None:
         super().__init__({"name": "careless"})
-        self.slow, self.entered, self.log = slow, threading.Event(), list[Any]()
+        self.slow, self.entered, self.go, self.log = slow, threading.Event(), threading.Event(), list[Any]()
+
+    async def pause(self, method: str) -> None:
+        if method == self.slow:
+            self.entered.set()
+            await asyncio.to_thread(self.go.wait, 60)
 
     async def start_interaction(self, instance_id: str | None = None, **kwargs: Any) -> Any:
         self.log.append(kwargs)
-        self.entered.set()
-        await asyncio.sleep(3600 if self.slow else 0)
+        await self.pause("start")
 
     async def generate_response(self, instance_id: str, messages: list[dict[str, Any]], **kwargs: Any) -> Any:
         messages[0]["content"] = "changed"
         return True, instance_id, 0.0, {}
 
     async def finalize_interaction(self, instance_id: str, **kwargs: Any) -> None:
+        await self.pause("finalize")
         self.log.append(instance_id)
 
 
@@ -366,15 +371,24 @@ def test_an_interaction_takes_rows_with_any_names_and_messages_of_its_own() -> N
     assert careless.log == [row, "s", {"messages": []}, "t"]
 
 
-def test_an_interaction_that_is_cancelled_while_it_starts_is_finalized() -> None:
-    slow = Careless(slow=True)
+@pytest.mark.parametrize("method", ["start", "finalize"])
+def test_an_interaction_that_is_cancelled_while_it_starts_or_ends_is_finalized(method: str) -> None:
+    slow = Careless(method)
 
     async def main() -> None:
         loop = SessionLoop()
-        task = asyncio.create_task(InteractionSession(slow, loop, session="s", kwargs={}, seconds=60.0).__aenter__())
+
+        async def program() -> None:
+            async with InteractionSession(slow, loop, session="s", kwargs={}, seconds=60.0):
+                pass
+
+        task = asyncio.create_task(program())
         while not slow.entered.is_set():
             await asyncio.sleep(0.001)
-        task.cancel()
+        for _ in range(3):
+            task.cancel()
+            await asyncio.sleep(0.001)
+        slow.go.set()
         with pytest.raises(asyncio.CancelledError):
             await task
         loop.close()
