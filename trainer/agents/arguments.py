@@ -13,6 +13,9 @@ from jsonschema.exceptions import SchemaError, best_match
 Schema = dict[str, Any]
 _MOST_CHARACTERS = 300
 """Of a message about arguments: it quotes them, and they may be long."""
+_MOST_LEVELS = 100
+_TYPED = {"type", "enum", "const", "anyOf", "oneOf", "allOf", "$ref"}
+"""Keys by which a schema says what a value is."""
 _SPACE = re.compile(r"\s*")
 _WORDS = {"true": True, "True": True, "false": False, "False": False, "null": None, "None": None}
 
@@ -21,7 +24,15 @@ def _refuse(name: str) -> NoReturn:
     raise ValueError(f"{name} is not JSON")
 
 
-_DECODER = json.JSONDecoder(parse_constant=_refuse)
+def unrepeated(pairs: list[tuple[Any, Any]]) -> dict[str, Any]:
+    """The pairs as a dict. Raises ValueError if two have one name: which of them is meant would be a guess."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("a name is there twice")
+    return found
+
+
+_DECODER = json.JSONDecoder(parse_constant=_refuse, object_pairs_hook=unrepeated)
 
 
 def decode(text: str, start: int = 0) -> tuple[Any, int]:
@@ -34,30 +45,45 @@ def decode(text: str, start: int = 0) -> tuple[Any, int]:
 
 
 def check_json(value: Any) -> Any:
-    """The value. Raises ValueError if it has no JSON in UTF-8: infinity (``1e999``), half of a surrogate pair (``"\\ud800"``)."""
+    """The value. Raises ValueError if it has no JSON in UTF-8: infinity (``1e999``), half of a surrogate pair (``"\\ud800"``).
+
+    Also if it has more than 100 levels: what handles values, such as pickle, is recursive.
+    """
     try:
         json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
     except UnicodeEncodeError as error:
         raise ValueError("it has a character that is no Unicode text") from error
+    level = [value]
+    for _ in range(_MOST_LEVELS):
+        level = [item for parent in level if isinstance(parent, dict | list | tuple) for item in _items(parent)]
+    if level:
+        raise ValueError("it is nested too deeply")
     return value
 
 
-def from_text(text: str, schema: Schema) -> Any:
-    """Value of a parameter that is written as plain text. The text itself if the schema takes text, or nothing else fits.
+def _items(value: Any) -> Any:
+    return value.values() if isinstance(value, dict) else value
 
-    Words of Python (True, None) count as those of JSON: chat templates write both.
+
+def from_text(text: str, schema: Schema) -> Any:
+    """Value of a parameter that is written as plain text. The text itself if the schema says no type, or no value of it fits.
+
+    A schema that takes both text and numbers gets the number. Words of Python (True, None) count as those of JSON: chat templates
+    write both.
     """
-    types = _types(schema)
-    if types == {"string"}:
-        return text
     word = text.strip()
     try:
         value, end = (_WORDS[word], len(word)) if word in _WORDS else decode(word)
-    except ValueError:
+        if end < len(word) or not _TYPED & schema.keys():
+            return text
+        check = Draft202012Validator(_supported(schema))
+        wrong = {error.validator for error in check.iter_errors(value)}
+        # A value of the right type that is too large, say, is a value all the same.
+        return text if wrong and ("type" in wrong or check.is_valid(text)) else value
+    except Exception:  # no JSON, or a schema that cannot be used: any exception of the validator
         return text
-    return value if end == len(word) and _fits(value, types) else text
 
 
 def validator(parameters: Schema, *, closed: bool) -> Draft202012Validator:
@@ -68,13 +94,16 @@ def validator(parameters: Schema, *, closed: bool) -> Draft202012Validator:
         raise ValueError(f"not a JSON schema: {_in_words(error.absolute_path, error.message)}") from error
     if parameters.get("type") != "object":
         raise ValueError(f"parameters.type={parameters.get('type')!r}: the parameters of a tool are an object")
-    kept = _nullable(parameters)
+    kept = _supported(parameters)
     return Draft202012Validator(kept | {"additionalProperties": False} if closed else kept)
 
 
 def problem(arguments: Mapping[str, Any], check: Draft202012Validator) -> str | None:
     """What is wrong with the arguments, one line; None if nothing is."""
-    error = best_match(check.iter_errors(arguments))
+    try:
+        error = best_match(check.iter_errors(arguments))
+    except Exception as failure:  # numbers that are too large, references to nowhere
+        return f"they cannot be checked: {type(failure).__name__}"
     return None if error is None else _in_words(error.absolute_path, error.message)
 
 
@@ -90,37 +119,19 @@ def _end_of_space(text: str, start: int) -> int:
     return found.end()
 
 
-def _types(schema: Schema) -> set[str]:
-    """Names of the JSON types that a schema accepts; {"string"} if it does not say."""
-    named = schema.get("type", [])
-    types = {named} if isinstance(named, str) else {*named}
-    types |= {_type_of(value) for value in schema.get("enum", [])} if not types else set()
-    types |= {name for option in schema.get("anyOf", []) for name in _types(option)}
-    return (types or {"string"}) | ({"null"} if schema.get("nullable") else set())
+def _supported(schema: Any) -> Any:
+    """The schema with OpenAPI's ``nullable``, which transformers writes for Optional, as JSON Schema.
 
-
-def _type_of(value: Any) -> str:
-    if value is None:
-        return "null"
-    types = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array", dict: "object"}
-    return types[type(value)]
-
-
-def _fits(value: Any, types: set[str]) -> bool:
-    # As in JSON Schema, an integer is a number, and a number without fraction an integer.
-    kind = _type_of(value)
-    return (
-        kind in types or (kind == "integer" and "number" in types) or (kind == "number" and "integer" in types and value % 1 == 0)
-    )
-
-
-def _nullable(schema: Any) -> Any:
-    """The schema with OpenAPI's ``nullable``, which transformers writes for Optional, as JSON Schema."""
+    Raises ValueError for references to other documents: a validator would open their addresses.
+    """
     if isinstance(schema, list):
-        return [_nullable(item) for item in schema]
+        return [_supported(item) for item in schema]
     if not isinstance(schema, dict):
         return schema
-    kept = {name: _nullable(value) for name, value in schema.items()}
+    for key in ("$ref", "$dynamicRef"):
+        if isinstance(to := schema.get(key), str) and not to.startswith("#"):
+            raise ValueError(f"{key}={to:.80}: only references within the schema (#...) are supported")
+    kept = {name: _supported(value) for name, value in schema.items()}
     # A parameter may have this name: then it is a schema, and never True.
     if kept.get("nullable") is not True:
         return kept

@@ -19,11 +19,13 @@ import json
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from trainer.agents.arguments import Schema, check_json, decode, from_text
-from trainer.run.user_code import describe, load_function
+from trainer.agents.arguments import Schema, check_json, decode, from_text, unrepeated
+from trainer.agents.isolation import described
+from trainer.run.user_code import load_function
 
 _KEY = "multi_turn.format"
 
@@ -140,6 +142,11 @@ def _in_tags(read: Callable[[str, int], tuple[_Found, int]], text: str) -> Itera
         yield text[at : opened.start()]
         if opened[0] == _THINKING:
             end = text.find(_END_OF_THINKING, opened.end())
+            before = text[: opened.start()].rstrip(" \t")
+            if end < 0 and before and not before.endswith(("\n", _END_OF_CALL, _END_OF_THINKING)):  # a word of a sentence
+                yield opened[0]
+                at = opened.end()
+                continue
             yield _Thought(text[opened.end() : end if end >= 0 else None])
             at = end + len(_END_OF_THINKING) if end >= 0 else len(text)
             continue
@@ -218,7 +225,9 @@ def _expected(pattern: re.Pattern[str], text: str, at: int, error: str) -> re.Ma
 def _properties(name: str, tools: Sequence[Schema]) -> dict[str, Schema]:
     for tool in tools:
         if tool["function"]["name"] == name:
-            return tool["function"].get("parameters", {}).get("properties", {})
+            parameters = tool["function"].get("parameters", {})
+            shared = {key: parameters[key] for key in ("$defs", "definitions") if key in parameters}
+            return {key: shared | value for key, value in parameters.get("properties", {}).items() if isinstance(value, dict)}
     return {}
 
 
@@ -280,13 +289,14 @@ def _pythonic(text: str, tools: Sequence[Schema]) -> Iterator[_Piece]:
 def _python_calls(text: str) -> list[_Found]:
     try:
         tree = ast.parse(text, mode="eval").body
-        if not isinstance(tree, ast.List):
+        # Compared with the text: a comment may follow a list.
+        if not isinstance(tree, ast.List) or ast.get_source_segment(text, tree) != text:
             raise ValueError("a response with calls is one list of them")
         found = []
         for call in tree.elts:
             if not isinstance(call, ast.Call) or call.args or any(keyword.arg is None for keyword in call.keywords):
                 raise ValueError("a call is a name with keyword arguments")
-            arguments = {str(keyword.arg): _literal(keyword.value) for keyword in call.keywords}
+            arguments = unrepeated([(str(keyword.arg), _literal(keyword.value)) for keyword in call.keywords])
             found.append((_dotted(call.func), check_json(arguments)))
         return found
     # What a model writes may be too deep for Python's parser, which raises any of these.
@@ -320,7 +330,7 @@ def _literal(node: ast.expr) -> Any:
         case ast.Dict(keys=keys, values=values):
             names = [_literal(key) if key else None for key in keys]
             if all(isinstance(name, str) for name in names):
-                return dict(zip(names, map(_literal, values), strict=True))
+                return unrepeated([*zip(names, map(_literal, values), strict=True)])
     raise ValueError("arguments are text, numbers, True, False, None, lists, and dicts with text as keys")
 
 
@@ -357,14 +367,22 @@ def own_format(parse: Callable[[str, Sequence[Schema]], Any]) -> Format:
             try:
                 content, calls = parse(piece, tools)
                 found = [_fields(check_json(call), ["arguments"]) for call in calls]
-                content = str(content)
+                content = "" if content is None else str(content)
             except _Malformed as error:
                 yield piece
                 raise _Malformed("parser", error.error) from error
             except (Exception, SystemExit) as error:  # a user's function may raise anything
                 yield piece
-                raise _Malformed("parser", str(error) if isinstance(error, ValueError) else describe(error)) from error
+                raise _Malformed("parser", _reason(error)) from error
             yield content
             yield from found
 
     return split
+
+
+def _reason(error: BaseException) -> str:
+    """The text of a ValueError is written for the model; other exceptions are described."""
+    if isinstance(error, ValueError):
+        with suppress(Exception):  # of __str__, which the description names
+            return " ".join(str(error).split())
+    return described(error)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from trainer.agents.isolation import SessionLoop, UserCodeError
+from trainer.agents.isolation import SessionLoop, UserCodeError, to_the_end
 from trainer.agents.messages import Message
 from trainer.agents.tools import accepted
 from trainer.rewards.scoring import finite
@@ -33,7 +34,7 @@ class BaseInteraction:
         raise TypeError(f"{type(self).__name__} has no method generate_response")
 
     async def calculate_score(self, instance_id: str, **kwargs: Any) -> float:
-        """Score of the conversation."""
+        """Score of the conversation. As in verl's loop nothing calls it: the score of a turn is that of generate_response."""
         return 0.0
 
     async def finalize_interaction(self, instance_id: str, **kwargs: Any) -> None:
@@ -67,7 +68,7 @@ class InteractionSession:
         """The user's reply to a conversation that ends with the model's turn."""
         if self.error is None:
             try:
-                result = await self._call(self.interaction.generate_response, [*messages])
+                result = await self._call(self.interaction.generate_response, deepcopy([*messages]))
                 done, text, score, _ = result
                 return UserReply(bool(done), str(text), None if score is None else finite(score))
             except (UserCodeError, TypeError, ValueError) as error:
@@ -76,14 +77,16 @@ class InteractionSession:
 
     async def __aenter__(self) -> InteractionSession:
         try:
-            self._id = await self._call(self.interaction.start_interaction)
+            self._id = await self._call(self.interaction.start_interaction) or self._id
         except UserCodeError as error:
             self.error = f"interaction {self.interaction.name}: {error}"
+        except BaseException:  # cancelled: without __aexit__
+            await to_the_end(self._finalize())
+            raise
         return self
 
     async def __aexit__(self, *error: object) -> None:
-        # Shielded: a cancelled trajectory must release what its user holds.
-        await asyncio.shield(self._finalize())
+        await to_the_end(self._finalize())
 
     async def _finalize(self) -> None:
         try:
@@ -92,4 +95,5 @@ class InteractionSession:
             self.error = self.error or f"interaction {self.interaction.name}: {error}"
 
     async def _call(self, method: Any, *args: Any) -> Any:
-        return await self._loop.run(method, self._id, *args, seconds=self._seconds, **accepted(method, self._kwargs))
+        call = partial(method, self._id, *args, **accepted(method, self._kwargs))
+        return await self._loop.run(call, seconds=self._seconds)

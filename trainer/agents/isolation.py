@@ -13,11 +13,14 @@ import inspect
 import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
+from contextlib import suppress
 from contextvars import copy_context
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 from trainer.run.user_code import describe
 
+_Result = TypeVar("_Result")
 _PATIENCE = 0.5
 """Seconds in which a loop must take a call that does nothing, after one of its coroutines has exceeded its limit."""
 
@@ -38,16 +41,19 @@ class SessionLoop:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stop: asyncio.Event | None = None
 
-    async def run(self, function: Callable[..., Any], *args: Any, seconds: float, **kwargs: Any) -> Any:
+    async def run(self, function: Callable[..., Any], /, *args: Any, seconds: float, **kwargs: Any) -> Any:
         """Return what a function returns, sync or async. Raises UserCodeError if it raises, or after ``seconds``."""
+        call = partial(function, *args, **kwargs)
         is_async = inspect.iscoroutinefunction(function)
         if is_async:
-            loop = self._started()
-            future = asyncio.run_coroutine_threadsafe(_contained(function(*args, **kwargs)), loop)
+            loop, work = self._started(), _contained(call)
+            try:
+                future = asyncio.run_coroutine_threadsafe(work, loop)
+            except RuntimeError as closed:  # the user's code has ended the loop just now
+                work.close()
+                raise UserCodeError(f"the thread of the session has ended: {closed}") from closed
         else:
-            future = Future[tuple[Any, str | None]]()
-            context = copy_context()
-            self._thread(lambda: _fulfil(future, lambda: context.run(function, *args, **kwargs)))
+            future = _in_thread(partial(copy_context().run, _contained_sync, call))
         if not await _is_done(future, seconds):
             if not is_async:
                 self.hung += 1
@@ -66,20 +72,26 @@ class SessionLoop:
         self._leave()
 
     def _started(self) -> asyncio.AbstractEventLoop:
-        if self._loop is None:
+        # User code can end a loop: SystemExit in a task, loop.stop().
+        if self._loop is None or self._loop.is_closed():
             loop, stop = asyncio.new_event_loop(), asyncio.Event()
-            self._loop, self._stop = loop, stop
 
             def serve() -> None:
                 with asyncio.Runner(loop_factory=lambda: loop) as runner:
-                    runner.run(_wait(stop))
+                    runner.run(stop.wait())
 
-            self._thread(serve)
+            try:
+                _start(serve)
+            except UserCodeError:
+                loop.close()
+                raise
+            self._loop, self._stop = loop, stop
         return self._loop
 
     def _leave(self) -> None:
         if self._loop is not None and self._stop is not None:
-            self._loop.call_soon_threadsafe(self._stop.set)
+            with suppress(RuntimeError):  # the loop is closed
+                self._loop.call_soon_threadsafe(self._stop.set)
         self._loop = self._stop = None
 
     async def _responds(self, loop: asyncio.AbstractEventLoop) -> bool:
@@ -87,16 +99,52 @@ class SessionLoop:
             return False
         return await _is_done(asyncio.run_coroutine_threadsafe(asyncio.sleep(0), loop), _PATIENCE)
 
-    def _thread(self, work: Callable[[], None]) -> None:
+
+async def in_thread(function: Callable[..., _Result], *args: Any) -> _Result:
+    """As ``asyncio.to_thread``, in a daemon thread: neither the end of the session nor that of the process waits for it."""
+    return await asyncio.wrap_future(_in_thread(partial(function, *args)))
+
+
+async def to_the_end(work: Coroutine[Any, Any, None]) -> None:
+    """Await the work also while the task is cancelled; the cancellation is raised afterwards."""
+    task, cancelled = asyncio.ensure_future(work), None
+    while not task.done():
         try:
-            # Daemons: a thread that hangs must not keep the process alive.
-            threading.Thread(target=work, daemon=True).start()
-        except RuntimeError as error:  # the limit of threads
-            raise UserCodeError(f"no thread could be started: {error}") from error
+            await asyncio.shield(task)
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        raise cancelled
 
 
-async def _wait(stop: asyncio.Event) -> None:
-    await stop.wait()
+def completed(value: Any) -> Any:
+    """The value; of a coroutine, which an async function behind a sync decorator returns, its result."""
+    return asyncio.run(value) if inspect.iscoroutine(value) else value
+
+
+def _start(work: Callable[[], None]) -> None:
+    try:
+        # Daemons: a thread that hangs must not keep the process alive.
+        threading.Thread(target=work, daemon=True).start()
+    except RuntimeError as error:  # the limit of threads
+        raise UserCodeError(f"no thread could be started: {error}") from error
+
+
+def _in_thread(function: Callable[[], _Result]) -> Future[_Result]:
+    future = Future[_Result]()
+
+    def work() -> None:
+        if not future.set_running_or_notify_cancel():
+            return
+        try:
+            result = function()
+        except BaseException as error:
+            future.set_exception(error)
+        else:
+            future.set_result(result)
+
+    _start(work)
+    return future
 
 
 async def _is_done(future: Future[Any], seconds: float) -> bool:
@@ -109,25 +157,23 @@ async def _is_done(future: Future[Any], seconds: float) -> bool:
         done.cancel()
 
 
-async def _contained(call: Coroutine[Any, Any, Any]) -> tuple[Any, str | None]:
+async def _contained(call: Callable[[], Any]) -> tuple[Any, str | None]:
     try:
-        return await call, None
+        return await call(), None
     except BaseException as error:  # anything: SystemExit would end the thread, CancelledError look like a time limit
-        return None, _described(error)
+        return None, described(error)
 
 
-def _fulfil(future: Future[tuple[Any, str | None]], work: Callable[[], Any]) -> None:
-    if not future.set_running_or_notify_cancel():
-        return
+def _contained_sync(call: Callable[[], Any]) -> tuple[Any, str | None]:
     try:
-        future.set_result((work(), None))
+        return completed(call()), None
     except BaseException as error:
-        future.set_result((None, _described(error)))
+        return None, described(error)
 
 
-def _described(error: BaseException) -> str:
+def described(error: BaseException) -> str:
     """The exception in one line. In the user's thread, because its text is made by the user's code."""
     try:
         return describe(error)
-    except Exception as failure:  # of __str__
+    except (Exception, SystemExit) as failure:  # of __str__
         return f"{type(error).__name__}, whose text fails with {type(failure).__name__}"

@@ -10,12 +10,13 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from trainer.agents.arguments import problem
 from trainer.agents.formats import MalformedCall, ToolCall
-from trainer.agents.isolation import SessionLoop, UserCodeError
+from trainer.agents.isolation import SessionLoop, UserCodeError, to_the_end
 from trainer.agents.messages import Message
 from trainer.agents.tools import AnyTool, FunctionTool, StatefulTool, ToolOutput
 
@@ -103,19 +104,19 @@ class ToolBox:
 
     async def run(self, calls: Sequence[ToolCall | MalformedCall], messages: Sequence[Message] = ()) -> list[ToolResult]:
         """Run the calls of a turn, in parallel; the results are in the order of the calls. messages: the conversation so far."""
-        self.data.messages = [*messages]
-        runnable = [call for call in calls if isinstance(call, ToolCall)]
-        excess = {call.id for call in runnable[self.limits.max_parallel_calls :]}
-        results = await asyncio.gather(*(self._one(call, excess) for call in calls))
+        self.data.messages = deepcopy([*messages])  # the tools' own: they may change them
+        runnable = [i for i, call in enumerate(calls) if isinstance(call, ToolCall)]
+        excess = {*runnable[self.limits.max_parallel_calls :]}
+        results = await asyncio.gather(*(self._one(call, i in excess) for i, call in enumerate(calls)))
         self.counts.update(result.status for result in results)
         self.counts.update(f"malformed/{call.kind}" for call in calls if isinstance(call, MalformedCall))
         self.data.tool_rewards += [result.reward for result in results if result.status == "ok"]
         return results
 
-    async def _one(self, call: ToolCall | MalformedCall, excess: set[str]) -> ToolResult:
+    async def _one(self, call: ToolCall | MalformedCall, excess: bool) -> ToolResult:
         if isinstance(call, MalformedCall):
             return self._error(call.id, "", "malformed", f"malformed tool call: {call.error}. What follows it was not read.")
-        if call.id in excess:
+        if excess:
             most = self.limits.max_parallel_calls
             return self._error(call.id, call.name, "excess", f"this call was not run: at most {most} per turn")
         tool = self._tools.get(call.name)
@@ -148,17 +149,23 @@ class ToolBox:
         return cut.encode(errors="replace").decode()
 
     async def __aenter__(self) -> ToolBox:
-        await asyncio.gather(*(self._create(tool) for tool in self._stateful()))
+        try:
+            await asyncio.gather(*(self._create(tool) for tool in self._stateful()))
+        except BaseException:  # cancelled: without __aexit__
+            await to_the_end(self._close())
+            raise
         return self
 
     async def _create(self, tool: StatefulTool) -> None:
         # Known before: a tool that exceeds the limit while it creates the instance may have to release it all the same.
         self._instances[tool.name] = self.data.request_id
+        self._failed[tool.name] = f"{tool.name} was not created"
         try:
             kwargs = self._kwargs(tool, "create")
             self._instances[tool.name] = await self._loop.run(
                 tool.create, self.data.request_id, kwargs, seconds=self.limits.seconds
             )
+            del self._failed[tool.name]
         except UserCodeError as error:
             self.counts["create"] += 1
             self._failed[tool.name] = f"{tool.name} could not be created: {error}"
@@ -166,8 +173,7 @@ class ToolBox:
                 del self._instances[tool.name]
 
     async def __aexit__(self, *error: object) -> None:
-        # Shielded: a cancelled session must release what its tools hold.
-        await asyncio.shield(self._close())
+        await to_the_end(self._close())
 
     async def _close(self) -> None:
         await asyncio.gather(*(self._release(tool) for tool in self._stateful() if tool.name in self._instances))
@@ -189,7 +195,7 @@ class ToolBox:
         return [tool for tool in self._tools.values() if isinstance(tool, StatefulTool)]
 
     def _kwargs(self, tool: AnyTool, method: str) -> Mapping[str, Any]:
-        return self.data.tools_kwargs.get(tool.name, {}).get(f"{method}_kwargs") or {}
+        return (self.data.tools_kwargs.get(tool.name) or {}).get(f"{method}_kwargs") or {}
 
 
 def truncated(text: str, length: int, side: Side) -> str:

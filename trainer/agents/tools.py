@@ -11,13 +11,15 @@ import json
 import types
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, Union, get_args, get_origin, get_type_hints, overload
+from functools import partial
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints, overload
 
 from pydantic import BaseModel, ConfigDict, Field
 from transformers.utils import get_json_schema
 from transformers.utils.chat_template_utils import DocstringParsingException, TypeHintParsingException
 
 from trainer.agents.arguments import Schema, validator
+from trainer.agents.isolation import completed
 from trainer.rewards.scoring import finite
 
 _PLAIN = (str, int, float, bool, list, tuple, dict, type(None), Any)
@@ -30,12 +32,6 @@ class ToolOutput:
     text: str
     reward: float = 0.0
     metrics: Mapping[str, float] = field(default_factory=dict)
-
-
-class _HasText(Protocol):
-    text: str | None
-    image: list[Any] | None
-    video: list[Any] | None
 
 
 class FunctionTool:
@@ -56,11 +52,12 @@ class FunctionTool:
 
     def bind(self, arguments: Mapping[str, Any]) -> Callable[[], Any]:
         """The call as a function without arguments, sync or async as the tool's; it returns a ToolOutput."""
+        call = partial(self.function, **arguments)
 
         async def awaited() -> ToolOutput:
-            return output_of(await self.function(**arguments))
+            return output_of(await call())
 
-        return awaited if inspect.iscoroutinefunction(self.function) else lambda: output_of(self.function(**arguments))
+        return awaited if inspect.iscoroutinefunction(self.function) else lambda: output_of(completed(call()))
 
 
 @overload
@@ -86,7 +83,11 @@ def function_schema(function: Callable[..., Any], name: str | None = None) -> Sc
         if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
             raise ValueError(f"tool {name}: {parameter} cannot be called by name; a schema has named parameters only")
     # Before get_json_schema, which describes a hint that it does not know as an object.
-    for parameter_name, hint in get_type_hints(function).items():
+    try:
+        hints = get_type_hints(function)
+    except Exception as error:  # hints may be text, which is evaluated
+        raise ValueError(f"tool {name}: its type hints cannot be read: {' '.join(str(error).split())}") from error
+    for parameter_name, hint in hints.items():
         if parameter_name != "return" and (unknown := _unknown(hint)) is not None:
             raise ValueError(
                 f"tool {name}: the type of {parameter_name} has no JSON schema: {unknown}; use str, int, float, bool, list, "
@@ -109,7 +110,7 @@ def _unknown(hint: Any) -> Any:
         return None if hint in _PLAIN else hint
     if origin is Literal:
         return None
-    if origin in (Union, types.UnionType, list, tuple):
+    if origin in (Union, types.UnionType, list, tuple) or (origin is dict and not args):
         return next((part for part in map(_unknown, args) if part is not None), None)
     if origin is dict:
         return _unknown(args[1]) if args[0] is str else args[0]
@@ -134,6 +135,11 @@ def output_of(value: Any) -> ToolOutput:
 
 
 def _text(value: Any) -> str:
+    # By its fields: with verl installed its class is another one.
+    if isinstance(value, BaseModel) and {"text", "image", "video"} <= (response := vars(value)).keys():
+        if response["image"] or response["video"]:
+            raise ValueError("the tool returned images or videos; only text is supported")
+        value = response["text"] or ""
     if isinstance(value, dict | list):
         return json.dumps(value, ensure_ascii=False, default=str)
     return value if isinstance(value, str) else str(value)
@@ -192,9 +198,6 @@ class ToolResponse(BaseModel):
     image: list[Any] | None = None
     video: list[Any] | None = None
 
-    def is_empty(self) -> bool:
-        return not (self.text or self.image or self.video)
-
     def is_text_only(self) -> bool:
         return bool(self.text) and not self.image and not self.video
 
@@ -249,12 +252,10 @@ class StatefulTool:
         # Both ways in which versions of verl pass what the data set gives.
         given = accepted(self.base.create, {**kwargs, "create_kwargs": dict(kwargs)})
         created = await self.base.create(session, **given)
-        return created[0] if isinstance(created, tuple) else created
+        return (created[0] if isinstance(created, tuple) else created) or session
 
     async def execute(self, instance: str, arguments: dict[str, Any], kwargs: Mapping[str, Any]) -> ToolOutput:
-        result = await self.base.execute(instance, arguments, **accepted(self.base.execute, kwargs))
-        response, *others = result if isinstance(result, tuple) else (result,)
-        return output_of((_response_text(response), *others))
+        return output_of(await self.base.execute(instance, arguments, **accepted(self.base.execute, kwargs)))
 
     async def calc_reward(self, instance: str, kwargs: Mapping[str, Any]) -> float:
         reward = await self.base.calc_reward(instance, **accepted(self.base.calc_reward, kwargs))
@@ -265,14 +266,6 @@ class StatefulTool:
 
     async def release(self, instance: str, kwargs: Mapping[str, Any]) -> None:
         await self.base.release(instance, **accepted(self.base.release, kwargs))
-
-
-def _response_text(response: str | _HasText) -> str:
-    if isinstance(response, str):
-        return response
-    if response.image or response.video:
-        raise ValueError("the tool returned images or videos; only text is supported")
-    return response.text or ""
 
 
 def accepted(function: Callable[..., Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:

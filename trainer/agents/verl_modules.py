@@ -21,8 +21,7 @@ import yaml
 from trainer.agents import tools
 from trainer.agents.interactions import BaseInteraction
 from trainer.agents.tools import AnyTool, FunctionTool, StatefulTool
-from trainer.run.user_code import check_file, describe
-from trainer.run.user_code import load_module as load_module  # there is no public function that loads a file with all its names
+from trainer.run.user_code import check_file, describe, load_module
 
 _LOADING = threading.RLock()
 
@@ -57,7 +56,8 @@ def _stand_ins() -> dict[str, ModuleType]:
 def verl_modules() -> Iterator[None]:
     """Context in which verl's modules can be imported."""
     with _LOADING:  # sys.modules belongs to the whole process
-        if "verl" in sys.modules or importlib.util.find_spec("verl") is not None:
+        # A folder named verl in the working directory has a spec too, without an origin.
+        if "verl" in sys.modules or ((spec := importlib.util.find_spec("verl")) is not None and spec.origin is not None):
             yield
             return
         modules = _stand_ins()
@@ -81,7 +81,11 @@ def load_function_tools(path: str, key: str) -> list[AnyTool]:
             module = load_module(file)
         except (Exception, SystemExit) as error:  # the user's file may raise anything
             raise ValueError(f"{key}: {file.name} does not load: {_described(error)}") from error
-    found = dict.fromkeys(value for value in vars(module).values() if isinstance(value, FunctionTool))
+        # verl's own decorator returns the function, and keeps the tool.
+        kept = vars(sys.modules.get("verl.tools.function_tool", module)).get("FUNCTION_TOOL_REGISTRY", {})
+        own = [entry for entry in kept.values() if entry.fn.__module__ == module.__name__]
+        named = [tools.tool(entry.name, schema=entry.tool_schema)(entry.fn) for entry in own]
+    found = dict.fromkeys([*(value for value in vars(module).values() if isinstance(value, FunctionTool)), *named])
     if not found:
         raise ValueError(f"{key}: {file.name} has no tool; write @tool above a function (trainer.agents.tools)")
     return unique([*found], key)
@@ -143,12 +147,21 @@ def _entries(path: str, section: str, key: str) -> list[dict[str, Any]]:
         raise ValueError(f"{key}: no such file")
     try:
         content = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, UnicodeError) as error:
         raise ValueError(f"{key}: not YAML: {' '.join(str(error).split())}") from error
     entries = content.get(section) if isinstance(content, dict) else None
-    if not isinstance(entries, list) or not all(isinstance(e, Mapping) and isinstance(e.get("class_name"), str) for e in entries):
-        raise ValueError(f"{key}: it must have a list «{section}», whose entries have class_name")
+    if not isinstance(entries, list) or not all(map(_is_entry, entries)):
+        raise ValueError(f"{key}: it must have a list «{section}», whose entries have class_name; config is a mapping")
     return entries
+
+
+def _is_entry(entry: Any) -> bool:
+    return (
+        isinstance(entry, Mapping)
+        and isinstance(entry.get("class_name"), str)
+        and isinstance(entry.get("config") or {}, Mapping)
+        and isinstance(entry.get("name") or "", str)
+    )
 
 
 _OWN_CLASSES = {

@@ -285,7 +285,12 @@ def test_a_prompt_that_ends_in_a_thinking_block_opens_it() -> None:
         ("llama3_json", '{"name": "f", "parameters": {"a": 1}', "json"),
         ("llama3_json", '{"name": "f", "parameters": [1]}', "fields"),
         ("llama3_json", '{"name": "f", "parameters": {}} calls f', "markup"),
+        ("hermes", '<tool_call>{"name": "f", "arguments": {"x": 1, "x": 2}}</tool_call>', "json"),
         ("pythonic", "[f(a=1)", "python"),
+        ("pythonic", "[f(a=1, a=2)]", "python"),
+        ("pythonic", "[f(a={'b': 1, 'b': 2})]", "python"),
+        ("pythonic", "[f(a=1)] # a call", "python"),
+        ("pythonic", f"[f(a={'[' * 150}{']' * 150})]", "python"),
         ("pythonic", "[f(1)]", "python"),
         ("pythonic", "[f(**a)]", "python"),
         ("pythonic", "[f(a=open)]", "python"),
@@ -365,6 +370,16 @@ def test_xml_values_have_the_types_of_the_schema_and_are_text_otherwise(key: str
     assert repr(found) == repr([("typed", {key: value})])
 
 
+def test_xml_values_have_the_types_of_definitions_that_the_tool_shares() -> None:
+    number = {"$ref": "#/$defs/number"}
+    parameters = {"type": "object", "properties": {"a": number, "b": True}, "$defs": {"number": {"type": "integer"}}}
+    text = XML.render(calls=[("f", {"a": "3", "b": "3"})])
+    turn = parse_turn(
+        call_format("qwen3_coder"), text, [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    )
+    assert good(turn) == [("f", {"a": 3, "b": "3"})]
+
+
 OWN = '''
 def shout(text, tools):
     """CALL name {json}, one per line."""
@@ -384,6 +399,19 @@ def wrong(text, tools):
 
 def nothing(text, tools):
     return None
+
+def no_text(text, tools):
+    return None, [{"name": "f", "arguments": {}}]
+
+class Unprintable(ValueError):
+    def __str__(self):
+        raise TypeError
+
+def unprintable(text, tools):
+    raise Unprintable
+
+def lines(text, tools):
+    raise ValueError("a\\nb")
 '''
 
 
@@ -401,12 +429,23 @@ def test_a_users_parser_is_loaded_from_a_file_and_its_errors_are_malformed_calls
     turn = read(f"{file}:shout", '<think>CALL</think>hi\nCALL f {"a": 1}')
     assert (turn.thinking, turn.before, good(turn)) == ("CALL", "hi", [("f", {"a": 1})])
     assert read(f"{file}:shout", "CALL f").calls == (MalformedCall("call_0_0", "parser", "CALL needs a name and JSON"),)
-    for name in ("leave", "wrong", "nothing"):
+    for name in ("leave", "wrong", "nothing", "unprintable"):
         assert kinds(f"{file}:{name}", "text") == ["parser"]
+    assert read(f"{file}:lines", "").calls == (MalformedCall("call_0_0", "parser", "a b"),)
+    without = read(f"{file}:no_text", "x")
+    assert (without.before, good(without)) == ("", [("f", {})])
     with pytest.raises(ValueError, match="has no function absent"):
         call_format(f"{file}:absent")
     with pytest.raises(ValueError, match=r"multi_turn\.format=herms: no such format; use hermes, "):
         call_format("herms")
+
+
+def test_a_tag_in_a_sentence_begins_no_thinking() -> None:
+    call = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
+    turn = read("hermes", f"I never use <think> tags.\n{call}")
+    assert (turn.thinking, turn.before, good(turn)) == ("", "I never use <think> tags.\n", [("f", {})])
+    turn = read("hermes", f"Wait.\n{call} <think>Perhaps {call}")
+    assert (turn.thinking, good(turn)) == (f"Perhaps {call}", [("f", {})])
 
 
 def test_ids_and_texts_are_in_the_order_of_the_response() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from trainer.agents.isolation import SessionLoop, UserCodeError
+from trainer.agents.isolation import SessionLoop, UserCodeError, in_thread, to_the_end
 
 NAME = ContextVar("NAME", default="")
 
@@ -153,3 +153,109 @@ def test_a_waiting_program_that_is_cancelled_cancels_the_coroutine() -> None:
         assert await asyncio.to_thread(cancelled.wait, 60)
 
     run(body)
+
+
+def test_a_row_may_have_any_names_and_what_its_values_do_to_a_call_is_an_error() -> None:
+    async def takes(**kwargs: Any) -> dict[str, Any]:
+        return kwargs
+
+    async def body(loop: SessionLoop) -> None:
+        assert await loop.run(takes, seconds=60, function=1, self=2) == {"function": 1, "self": 2}
+        with pytest.raises(UserCodeError, match=r"^TypeError: [^\n]*answer"):
+            await loop.run(answer, 1, seconds=60, x=2)
+
+    run(body)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("stops", [True, False])
+def test_a_loop_that_user_code_ends_is_replaced(stops: bool) -> None:
+    async def ends_soon() -> threading.Thread:
+        async def background() -> None:
+            if stops:
+                asyncio.get_running_loop().stop()
+            else:
+                raise SystemExit
+
+        tasks.append(asyncio.create_task(background()))
+        return threading.current_thread()
+
+    tasks: list[asyncio.Task[None]] = []
+
+    async def body(loop: SessionLoop) -> None:
+        thread = await loop.run(ends_soon, seconds=60)
+        await asyncio.to_thread(thread.join, 60)
+        assert not thread.is_alive()
+        assert await loop.run(answer, 3, seconds=60) == 3
+        thread = await loop.run(ends_soon, seconds=60)
+        await asyncio.to_thread(thread.join, 60)
+        loop.close()
+        assert await loop.run(answer, 4, seconds=60) == 4 and loop.hung == 0
+
+    run(body)
+
+
+def test_a_loop_that_ends_while_it_is_called_is_an_error_of_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    def closed(work: Any, loop: Any) -> Any:
+        raise RuntimeError("Event loop is closed")
+
+    async def body(loop: SessionLoop) -> None:
+        await loop.run(answer, 1, seconds=60)
+        with monkeypatch.context() as patch, pytest.raises(UserCodeError, match="Event loop is closed"):
+            patch.setattr(asyncio, "run_coroutine_threadsafe", closed)
+            await loop.run(answer, 1, seconds=60)
+
+    run(body)
+
+
+def test_a_thread_that_cannot_be_started_leaves_a_session_that_can_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(self: Any) -> None:
+        raise RuntimeError("can't start new thread")
+
+    async def body(loop: SessionLoop) -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", fails)
+            for function in (answer, len):
+                with pytest.raises(UserCodeError, match="no thread could be started"):
+                    await loop.run(function, "", seconds=60)
+        assert await loop.run(answer, 2, seconds=60) == 2
+
+    run(body)
+
+
+def test_work_in_a_thread_returns_and_raises_and_is_not_waited_for() -> None:
+    async def main() -> None:
+        assert await in_thread(lambda x: (x, threading.current_thread().daemon), 3) == (3, True)
+        with pytest.raises(KeyError):
+            await in_thread({}.__getitem__, "a")
+        hangs = asyncio.create_task(in_thread(release.wait, 60))
+        await asyncio.sleep(0)
+        hangs.cancel()
+
+    release = threading.Event()
+    asyncio.run(main())
+    assert not release.is_set()
+    release.set()
+
+
+def test_a_task_that_is_cancelled_again_and_again_awaits_its_work_to_the_end() -> None:
+    async def main() -> None:
+        done, go = [], asyncio.Event()
+
+        async def work() -> None:
+            await go.wait()
+            done.append(True)
+
+        task = asyncio.create_task(to_the_end(work()))
+        for _ in range(3):
+            await asyncio.sleep(0)
+            task.cancel()
+        await asyncio.sleep(0)
+        assert not task.done()
+        go.set()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert done == [True]
+        await to_the_end(work())
+
+    asyncio.run(main())

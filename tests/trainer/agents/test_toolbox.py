@@ -1,6 +1,7 @@
 """Tool boxes: every call gets a result, every instance is released, and no tool holds up another session."""
 
 import asyncio
+import functools
 import json
 import pickle
 import threading
@@ -244,6 +245,87 @@ def test_a_cancelled_task_waits_until_its_instances_are_released() -> None:
         loop.close()
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("cancels", [1, 3])
+def test_a_task_cancelled_while_instances_are_created_or_released_releases_all(cancels: int) -> None:
+    entered, go = threading.Event(), threading.Event()
+
+    class Slow(Counting):
+        async def create(self, *args: Any, **kwargs: Any) -> Any:
+            if cancels == 1:
+                entered.set()
+                await asyncio.sleep(3600)
+            return await super().create(*args, **kwargs)
+
+        async def release(self, instance_id: str, **kwargs: Any) -> None:
+            if cancels > 1:
+                entered.set()
+                await asyncio.to_thread(go.wait, 60)
+            await super().release(instance_id, **kwargs)
+
+    quick, slow = Counting("a"), Slow("b")
+
+    async def main() -> None:
+        loop = SessionLoop()
+
+        async def program() -> None:
+            async with ToolBox([StatefulTool(quick), StatefulTool(slow)], LIMITS, session="s", loop=loop):
+                pass
+
+        task = asyncio.create_task(program())
+        while not entered.is_set() or (cancels == 1 and not quick.state):
+            await asyncio.sleep(0.001)
+        for _ in range(cancels):
+            task.cancel()
+            await asyncio.sleep(0.001)
+        assert cancels == 1 or not task.done()
+        go.set()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        loop.close()
+
+    asyncio.run(main())
+    assert [entry[0] for entry in quick.log] == ["create", "calc_reward", "release"] and quick.state == slow.state == {}
+    # What never began has no reward, and is released all the same.
+    assert [entry[0] for entry in slow.log] == (["release"] if cancels == 1 else ["create", "calc_reward", "release"])
+
+
+def test_a_row_may_have_nothing_for_a_tool() -> None:
+    tools = [StatefulTool(Counting(name)) for name in "abc"]
+    kwargs = {"a": {"create_kwargs": {"start": 1}}, "b": None, "c": {"create_kwargs": None}}
+    assert session(tools, lambda box: asyncio.sleep(0), kwargs=kwargs)[0].rewards == {"a": 1.0, "b": 0.0, "c": 0.0}
+
+
+def test_calls_of_one_id_are_counted_one_by_one() -> None:
+    found = results([add], call("add", 0, a=1), call("add", 0, a=2), limits=ToolLimits(1, 256, "middle", 60.0))
+    assert [result.status for result in found] == ["ok", "excess"]
+
+
+def test_tools_get_messages_of_their_own_and_an_instance_without_an_id_has_that_of_the_session() -> None:
+    class Careless(Counting):
+        async def create(self, instance_id: str | None = None, **kwargs: Any) -> Any:
+            return None
+
+        async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> str:
+            kwargs["agent_data"].messages[0]["content"] = "changed"
+            return instance_id
+
+    messages = [{"role": "user", "content": "x"}]
+    _, found = session([StatefulTool(Careless("count"))], lambda box: box.run([call("count", by=1)], messages))
+    assert (found[0].status, found[0].text, messages[0]["content"]) == ("ok", "s1", "x")
+
+
+def test_an_async_function_behind_a_decorator_is_awaited() -> None:
+    def plain(function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return function(*args, **kwargs)
+
+        return call
+
+    decorated = tool(plain(later.function))
+    assert results([decorated], call("later", text="hi")) == [ToolResult("call_0_0", "later", "ok", "hi", 0.5, {"length": 2.0})]
 
 
 def test_a_tool_that_hangs_costs_its_own_session_only() -> None:

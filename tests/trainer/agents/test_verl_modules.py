@@ -2,6 +2,7 @@
 
 import asyncio
 import sys
+import threading
 from importlib import import_module
 from pathlib import Path
 from textwrap import dedent
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 
 from trainer.agents.formats import ToolCall
-from trainer.agents.interactions import InteractionSession, UserReply
+from trainer.agents.interactions import BaseInteraction, InteractionSession, UserReply
 from trainer.agents.isolation import SessionLoop
 from trainer.agents.toolbox import ToolBox, ToolLimits, ToolResult
 from trainer.agents.tools import AnyTool, StatefulTool
@@ -129,7 +130,7 @@ class TeacherInteraction(BaseInteraction):
 
 
 def write(folder: Path, name: str, text: str) -> str:
-    (folder / name).write_text(text)
+    (folder / name).write_text(text, encoding="utf-8", errors="surrogateescape")
     return str(folder / name)
 
 
@@ -254,6 +255,8 @@ def test_an_installed_verl_is_used_instead(tmp_path: Path, monkeypatch: pytest.M
         ("FILE:GuessTool", YAML.split("    tool_schema")[0], "GuessTool cannot be created"),
         ("FILE:GuessTool", "tools: 3", "it must have a list «tools»"),
         ("FILE:GuessTool", "tools: [", "not YAML"),
+        ("FILE:GuessTool", "tools: \udcff", "not YAML"),
+        ("FILE:GuessTool", "tools: [{{class_name: a.B, config: native}}]", "it must have a list «tools»"),
         ("FILE:GuessTool", YAML + YAML.replace("tools:", ""), "two tools of the name guess"),
     ],
 )
@@ -283,6 +286,122 @@ def test_a_file_without_usable_functions_is_refused_in_one_line(tmp_path: Path, 
     with pytest.raises(ValueError, match=message) as caught:
         load_function_tools(path, "function_tool_path")
     assert str(caught.value).startswith(f"function_tool_path={path}") and "\n" not in str(caught.value)
+
+
+def test_a_folder_of_the_name_is_no_installed_verl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "verl").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    assert len(load_function_tools(write(tmp_path, "functions.py", FUNCTIONS), "function_tool_path")) == 2
+
+
+def test_functions_that_an_installed_verl_registers_are_tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """verl's decorator returns the function itself."""
+    installed = """
+        from types import SimpleNamespace
+        from trainer.agents.tools import OpenAIFunctionToolSchema, function_schema
+        FUNCTION_TOOL_REGISTRY = {}
+
+        def function_tool(name=None):
+            if callable(name):
+                return function_tool(name.__name__)(name)
+            def register(fn):
+                schema = OpenAIFunctionToolSchema.model_validate(function_schema(fn, name))
+                FUNCTION_TOOL_REGISTRY[name] = SimpleNamespace(name=name, fn=fn, tool_schema=schema)
+                return fn
+            return register
+
+        @function_tool
+        def another(): "Of another file."
+        """
+    for name in ("verl", "verl/tools"):
+        (tmp_path / name).mkdir()
+        write(tmp_path / name, "__init__.py", "")
+    write(tmp_path, "verl/tools/function_tool.py", dedent(installed))
+    monkeypatch.syspath_prepend(tmp_path)
+    try:
+        found = load_function_tools(write(tmp_path, "functions.py", FUNCTIONS), "function_tool_path")
+    finally:
+        for name in [name for name in sys.modules if name == "verl" or name.startswith("verl.")]:
+            del sys.modules[name]
+    assert [tool.name for tool in found] == ["double", "wait"]
+    results, _ = use(found, ToolCall("a", "double", {"number": 4}), ToolCall("b", "wait", {}))
+    assert [result.text for result in results] == ['{"doubled": 8}', "x"]
+
+
+class Careless(BaseInteraction):
+    """Returns no id, and changes the messages. slow: the method that sets entered, and waits until go is set."""
+
+    def __init__(self, slow: str = "") -> None:
+        super().__init__({"name": "careless"})
+        self.slow, self.entered, self.go, self.log = slow, threading.Event(), threading.Event(), list[Any]()
+
+    async def pause(self, method: str) -> None:
+        if method == self.slow:
+            self.entered.set()
+            await asyncio.to_thread(self.go.wait, 60)
+
+    async def start_interaction(self, instance_id: str | None = None, **kwargs: Any) -> Any:
+        self.log.append(kwargs)
+        await self.pause("start")
+
+    async def generate_response(self, instance_id: str, messages: list[dict[str, Any]], **kwargs: Any) -> Any:
+        messages[0]["content"] = "changed"
+        return True, instance_id, 0.0, {}
+
+    async def finalize_interaction(self, instance_id: str, **kwargs: Any) -> None:
+        await self.pause("finalize")
+        self.log.append(instance_id)
+
+
+def test_an_interaction_takes_rows_with_any_names_and_messages_of_its_own() -> None:
+    careless, row, messages = Careless(), {"seconds": 5, "function": "f", "work": 1}, [{"role": "assistant", "content": "x"}]
+
+    async def main() -> list[UserReply]:
+        loop = SessionLoop()
+        async with InteractionSession(careless, loop, session="s", kwargs=row, seconds=60.0) as session:
+            replies = [await session.reply(messages)]
+        async with InteractionSession(careless, loop, session="t", kwargs={"messages": []}, seconds=60.0) as session:
+            replies.append(await session.reply(messages))
+        loop.close()
+        return replies
+
+    good, bad = asyncio.run(main())
+    assert good == UserReply(True, "s", 0.0) and messages == [{"role": "assistant", "content": "x"}]
+    assert bad.error is not None and bad.error.startswith("interaction careless: TypeError: ")
+    assert careless.log == [row, "s", {"messages": []}, "t"]
+
+
+@pytest.mark.parametrize("method", ["start", "finalize"])
+def test_an_interaction_that_is_cancelled_while_it_starts_or_ends_is_finalized(method: str) -> None:
+    slow = Careless(method)
+
+    async def main() -> None:
+        loop = SessionLoop()
+
+        async def program() -> None:
+            async with InteractionSession(slow, loop, session="s", kwargs={}, seconds=60.0):
+                pass
+
+        task = asyncio.create_task(program())
+        while not slow.entered.is_set():
+            await asyncio.sleep(0.001)
+        for _ in range(3):
+            task.cancel()
+            await asyncio.sleep(0.001)
+        assert method == "start" or not task.done()
+        slow.go.set()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        loop.close()
+
+    asyncio.run(main())
+    assert slow.log == [{}, "s"]
+
+
+def test_the_name_of_an_interaction_is_text(tmp_path: Path) -> None:
+    path = write(tmp_path, "interaction.yaml", "interaction:\n  - {name: [1], class_name: a.B}\n")
+    with pytest.raises(ValueError, match=r"^interaction_config_path=[^\n]*it must have a list «interaction»"):
+        load_interactions(path, "interaction_config_path")
 
 
 def test_two_interactions_of_a_name_are_refused(tmp_path: Path) -> None:

@@ -63,12 +63,13 @@ def _value(node: ast.expr) -> int | float:
 
 def _power(base: int | float, exponent: int | float) -> int | float:
     # Before the power is taken: 9**9**9 has 370 million digits.
-    if isinstance(base, int) and isinstance(exponent, int) and base.bit_length() * abs(exponent) > _MOST_BITS:
+    is_whole = isinstance(base, int) and isinstance(exponent, int)
+    if is_whole and abs(base) > 1 and math.log2(abs(base)) * abs(exponent) > _MOST_BITS:
         raise ValueError(f"the power is too large: at most {_MOST_BITS} bits")
     value = base**exponent
     if isinstance(value, complex):
         raise ValueError("the result is not a real number")
-    return value
+    return _bounded(value)
 
 
 def _bounded(value: int | float) -> int | float:

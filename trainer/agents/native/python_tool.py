@@ -1,10 +1,10 @@
 """Tool that runs Python programs in the sandbox of code rewards: no files, network or processes; limits of time and memory."""
 
-import asyncio
 import queue
 import threading
 from typing import Any
 
+from trainer.agents.isolation import in_thread
 from trainer.agents.tools import BaseTool, OpenAIFunctionToolSchema, ToolResponse
 from trainer.rewards.sandbox.forkserver import ForkServer, JobLimits
 
@@ -45,16 +45,25 @@ class PythonTool(BaseTool):
             output_bytes=int(config.get("output_kb", 64)) << 10,
         )
         # Several servers: each runs one program at a time, and one may take all the time it has.
-        self._slots = threading.BoundedSemaphore(int(config.get("processes", 4)))
+        processes = int(config.get("processes", 4))
+        if processes < 1:
+            raise ValueError(f"config.processes={processes}: at least 1 program must be able to run")
+        self._slots = threading.BoundedSemaphore(processes)
         self._idle: queue.SimpleQueue[ForkServer] = queue.SimpleQueue()
 
     async def execute(
         self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
     ) -> tuple[ToolResponse, float, dict[str, Any]]:
-        return ToolResponse(text=await asyncio.to_thread(self._run, parameters["code"])), 0.0, {}
+        gone = threading.Event()
+        try:
+            return ToolResponse(text=await in_thread(self._run, parameters["code"], gone)), 0.0, {}
+        finally:
+            gone.set()
 
-    def _run(self, code: str) -> str:
+    def _run(self, code: str, gone: threading.Event) -> str:
         with self._slots:
+            if gone.is_set():  # the call exceeded its limit while it waited for a slot
+                return ""
             try:
                 server = self._idle.get_nowait()
             except queue.Empty:

@@ -1,12 +1,12 @@
 """Search tool: a retrieval server with the protocol of Search-R1 (Jin et al. 2025, arXiv:2503.09516), or a local file by BM25."""
 
-import asyncio
 import json
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from trainer.agents.isolation import in_thread
 from trainer.agents.native.bm25 import Bm25
 from trainer.agents.tools import BaseTool, OpenAIFunctionToolSchema, ToolResponse
 from trainer.rewards.http_client import RequestRefused, post, with_retries
@@ -46,14 +46,14 @@ class SearchTool(BaseTool):
         self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
     ) -> tuple[ToolResponse, float, dict[str, Any]]:
         queries = parameters["query_list"]
-        found = await asyncio.to_thread(self._retrieve, queries)
+        found = await in_thread(self._retrieve, queries)
         text = json.dumps({"result": "\n---\n".join(map(_passages, found))}, ensure_ascii=False)
         return ToolResponse(text=text), 0.0, {"query_count": len(queries), "total_results": sum(map(len, found))}
 
     def _retrieve(self, queries: Sequence[str]) -> list[list[str]]:
         """Documents for each query, best first. Raises ValueError if the server does not reply as the protocol says."""
         if self._index is not None:
-            return [[self._documents[i] for i, _ in self._index.search(query, self._topk)] for query in queries]
+            return [[self._documents[i] for i in self._index.search(query, self._topk)] for query in queries]
         body = json.dumps({"queries": queries, "topk": self._topk, "return_scores": True}).encode()
         timeout, retries = float(self.config.get("timeout", 30.0)), int(self.config.get("retries", 3))
         request = partial(post, str(self._url), body, token=None, timeout=timeout, timeout_key="timeout")

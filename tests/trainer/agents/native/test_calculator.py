@@ -20,6 +20,7 @@ def test_arithmetic_is_that_of_python() -> None:
             )
         assert evaluate(text) == eval(text)
     assert (evaluate(" 2**10 "), evaluate("2**-1"), evaluate("1e3")) == (1024, 0.5, 1000.0)
+    assert (evaluate("1**5000"), evaluate("(-1)**4097"), evaluate("2**3000")) == (1, -1, 2**3000)
     found, _ = use(calculator, {"expression": "123+456"})
     assert found[0].text == "579"
 
@@ -29,6 +30,7 @@ def test_arithmetic_is_that_of_python() -> None:
     [
         "9**9**9",
         "9**999999",
+        "2**4096",
         "(2**4000)*(2**4000)",
         "1/0",
         "1e308*10",

@@ -1,5 +1,7 @@
 """Programs in the sandbox."""
 
+import asyncio
+import threading
 from collections.abc import Iterator
 
 import pytest
@@ -34,3 +36,31 @@ def test_programs_that_never_end_or_flood_are_ended_and_hold_up_no_other(python:
     assert texts[2] == "[the program ended with exit code 3]" and len(texts[3]) < 2_100
     assert [result.status for result in found] == ["ok"] * 4
     assert python.base._idle.qsize() == 2, "the others did not wait for the one that never ends"
+
+
+def test_a_program_whose_call_is_over_is_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    base, started = PythonTool({"processes": 1}, None), threading.Event()
+    start = base._run
+    ended = threading.Event()
+
+    def watched(*args: object) -> str:
+        started.set()
+        try:
+            return start(*args)  # type: ignore[arg-type]
+        finally:
+            ended.set()
+
+    monkeypatch.setattr(base, "_run", watched)
+
+    async def main() -> None:
+        call = asyncio.create_task(base.execute("s", {"code": "print(1)"}))
+        while not started.is_set():
+            await asyncio.sleep(0.001)
+        call.cancel()
+        await asyncio.wait([call])
+
+    with base._slots:
+        asyncio.run(main())
+    assert ended.wait(60) and base._idle.empty(), "no server was started"
+    with pytest.raises(ValueError, match=r"config\.processes=0: at least 1"):
+        PythonTool({"processes": 0}, None)
