@@ -6,9 +6,9 @@
 
 Sampler, policies, buffer, scheduler and flow are the trainer's; prompts, response lengths and rewards are those of
 rollout_flow.py: a response ends at its length, whatever the model (random weights) samples. One engine, in this process. First
-its decode step a + b * n, its prefill c and the cost d of entering are measured, with the contexts of responses that fill the
-slots, then synchronous steps, then partial ones. Seconds are those of the engine's calls and of weight syncs: wall seconds on
-CUDA, CPU seconds on the CPU, which may be shared.
+its decode steps of several numbers of sequences, its prefill c and the cost d of entering are measured, with the contexts of
+responses that fill the slots, then synchronous steps, then partial ones. Seconds are those of the engine's calls and of weight
+syncs: wall seconds on CUDA, CPU seconds on the CPU, which may be shared.
 
 a, b, c, d: see rollout_flow.py. ratio: steps per second of partial rollouts over synchronous ones, measured and simulated.
 per_token: the same of tokens per second, which depends less on the lengths in a few steps. wall_seconds: with the controller,
@@ -105,9 +105,11 @@ class MeasuredEngine(SimulatedEngine):
         interrupted = suspended(self.rollout.abort())
         return interrupted.with_meta({"seconds": self._clock() - start, "sequence_seconds": 0.0})
 
-    def costs(self) -> tuple[float, float, float, float]:
-        """Measured a, b, c and d; a and b by least squares over a few numbers of sequences."""
-        counts = [max(1, self._settings.slots * share // 32) for share in (1, 4, 8, 16, 32)]
+    def costs(self) -> dict[str, Any]:
+        """Measured a, b, c, d and decode of Settings; a and b by least squares over a few numbers of sequences. Steps of few
+        sequences take longer than that line, and a synchronous step ends with many of them.
+        """
+        counts = sorted({1, *(max(1, self._settings.slots * share // 32) for share in (1, 4, 8, 16, 32))})
         for count in counts:
             self._decode(count, seed=0)  # compiles, captures and allocates
         decode, prefill, entering = zip(*(self._decode(count, seed=1) for count in counts), strict=True)
@@ -115,7 +117,8 @@ class MeasuredEngine(SimulatedEngine):
         # A tiny model's slope is below the noise of a loaded machine, and no sequence makes a step shorter.
         b = max(0.0, np.polyfit(counts, decode, 1)[0].item())
         a = mean(decode) - b * mean(counts)
-        return a, b, mean(prefill), max(0.0, mean(entering) - mean(decode))
+        points = tuple(zip(counts, decode, strict=True))
+        return {"a": a, "b": b, "c": mean(prefill), "d": max(0.0, mean(entering) - mean(decode)), "decode": points}
 
     def _decode(self, count: int, *, seed: int) -> tuple[float, float, float]:
         """Seconds of a decode step of ``count`` sequences, of prefill per token, and of a decode step in which one of the
@@ -227,10 +230,10 @@ def main(argv: Sequence[str] | None = None) -> None:
             run = Simulation(settings, backend, folder, "one round", engine=engine)
             run.rollout.sync_weights(0)
             asked = role_call("rollout", MeasuredEngine.costs)
-            ((a, b, c, d),) = run.clock.call(run.rollout.groups[0], "generate", "costs of the engine", asked)
-            print(f"a {a:.3g} s, b {b:.3g} s, c {c:.3g} s, d {d:.3g} s", file=sys.stderr, flush=True)
+            (costs,) = run.clock.call(run.rollout.groups[0], "generate", "costs of the engine", asked)
+            print(f"costs in seconds: {costs}", file=sys.stderr, flush=True)
             measured = measure(run, settings)
-        settings = replace(settings, a=a, b=b, c=c, d=d)
+        settings = replace(settings, **costs)
         with LocalBackend() as backend:
             simulated = measure(Simulation(settings, backend, folder, "one round"), settings)
     both = {"measured": measured, "simulated": simulated}

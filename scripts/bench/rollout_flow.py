@@ -39,6 +39,7 @@ from statistics import mean
 from types import SimpleNamespace
 from typing import Any, Literal, TypeVar, cast, get_args
 
+import numpy as np
 import torch
 
 from configs.compose import compose
@@ -72,7 +73,9 @@ MAX_AGES, OVERSUBMITS = (1, 2, 3, 4, 6, 8), (1.0, 1.5, 2.0)  # of the sweep
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """A simulated run. a, b, c, d, train: seconds. Lengths in tokens. The others: see --help."""
+    """A simulated run. a, b, c, d, train: seconds. Lengths in tokens. The others: see --help. decode: (running sequences,
+    seconds) of measured decode steps in ascending order, linear between them, instead of a + b * n; empty: a + b * n.
+    """
 
     prompts: int
     n: int
@@ -91,6 +94,11 @@ class Settings:
     kept_share: float = 0.5
     d: float = 0.0
     max_staleness: int = 2
+    decode: tuple[tuple[int, float], ...] = ()
+
+    def decode_seconds(self, running: int) -> float:
+        """Seconds of a decode step of ``running`` sequences."""
+        return float(np.interp(running, *zip(*self.decode, strict=True))) if self.decode else self.a + self.b * running
 
     def response_length(self, ordinal: int, sample: int) -> int:
         """Length of a response before truncation, geometric with mean max_tokens / 8."""
@@ -154,7 +162,7 @@ class SimulatedEngine:
             elapsed = self._settings.c * self._fill()
             elapsed += self._settings.d * (len(self._waiting) < before)
             until = min(end, self._running[0][0])
-            elapsed += (until - self._now) * (self._settings.a + self._settings.b * len(self._running))
+            elapsed += (until - self._now) * self._settings.decode_seconds(len(self._running))
             seconds, sequence_seconds = seconds + elapsed, sequence_seconds + elapsed * len(self._running)
             self._now = until
             while self._running and self._running[0][0] == until:
