@@ -1,0 +1,105 @@
+"""What the controller and the agent processes send each other: plain data, no user code, no text that is tokenised again.
+
+A session is one trajectory. It answers every message, a task or a sampled turn, exactly once: it wants a turn of the model, or it
+has finished. So the controller knows at any time whose turn it is, and a tick waits for neither more nor less than it must.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from workers.rollout.base import FinishReason
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """What a session works on: a row of the data set.
+
+    id: of the session. prompt: its messages. agent: name of the loop; None: the configured one. max_prompt: longest first prompt,
+    in tokens. max_tokens: of everything after it, sampled and observed.
+    """
+
+    id: int
+    prompt: list[dict[str, Any]]
+    data_source: str
+    ground_truth: Any
+    extra_info: dict[str, Any]
+    agent: str | None
+    max_prompt: int
+    max_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class SampledTurn:
+    """A turn of the model, L tokens: token_ids int64 (L,), log_probs float32 (L,), versions int32 (L,).
+
+    key, ordinal: of the call, see trainer.agents.tree.Call.
+    """
+
+    key: int
+    ordinal: int
+    token_ids: np.ndarray
+    log_probs: np.ndarray
+    versions: np.ndarray
+    finish_reason: FinishReason
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """The session needs a turn of the model after ``prompt_ids`` (int64), of at most ``max_tokens`` tokens.
+
+    key, ordinal: identity of the call, part of its seed. outcomes: of user code since its last message, JSON.
+    """
+
+    id: int
+    key: int
+    ordinal: int
+    prompt_ids: np.ndarray
+    max_tokens: int
+    outcomes: list[Any] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A row for training, T tokens: columns as in trainer.agents.tree.Row. prompt_length: tokens of its first prompt."""
+
+    input_ids: np.ndarray
+    response_mask: np.ndarray
+    rollout_log_probs: np.ndarray
+    weight_version: np.ndarray
+    prompt_length: int
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """The session has ended. parts: its rows, at least one, in order.
+
+    finished: whether the last turn ended by itself (not truncated, and not ended by a limit). reward: of an environment or an
+    agent loop that scores its sessions; None: the reward function scores it. extra: what the reward function gets in
+    extra_info besides the data set's (num_turns, tool_rewards, turn_scores ...), JSON. metrics: numbers of this session. messages:
+    the whole conversation, JSON, for reports. outcomes: as in ``Wanted``.
+    """
+
+    id: int
+    parts: list[Part]
+    finished: bool
+    reward: float | None
+    extra: dict[str, Any]
+    metrics: dict[str, float]
+    messages: list[dict[str, Any]]
+    outcomes: list[Any] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Journal:
+    """A session so far. A process that is given it repeats the session up to here without user code and without the model.
+
+    The last turn may lack its answer: a session that was given a turn and has not answered yet.
+    """
+
+    task: Task
+    turns: list[SampledTurn] = field(default_factory=list)
+    outcomes: list[Any] = field(default_factory=list)
