@@ -28,8 +28,7 @@ from typing import Literal
 from trainer.data.dataset import PromptStream
 from trainer.rollout.buffer import GroupBuffer, PendingGroup
 from trainer.rollout.partial import PartialRollouts, TokenCounts
-from trainer.rollout.remote_rollout import RolloutFlow
-from trainer.rollout.sampler import Overlap, Sampler
+from trainer.rollout.sampler import Flow, Overlap, Sampler
 from trainer.run.timing import Phases
 from workers.batch import Batch
 
@@ -96,7 +95,7 @@ class RolloutsAhead(PartialRollouts):
         self.in_step = clock == "logical"
         self._counts = TokenCounts()
         """Of the step."""
-        self._kept: RolloutFlow | None = None
+        self._kept: Flow | None = None
         self._ended: float | None = None
         """When the last batch and the update of the same step had ended (perf_counter)."""
 
@@ -128,10 +127,10 @@ class RolloutsAhead(PartialRollouts):
         flow, self._kept = self._kept, None
         return 0 if flow is None else self._suspend(flow)
 
-    def _begin(self, sampler: Sampler, counts: TokenCounts, *, replaces: bool) -> RolloutFlow:
+    def _begin(self, sampler: Sampler, counts: TokenCounts, *, replaces: bool) -> Flow:
         return self._kept or super()._begin(sampler, counts, replaces=replaces)
 
-    def _end(self, flow: RolloutFlow, counts: TokenCounts) -> None:
+    def _end(self, flow: Flow, counts: TokenCounts) -> None:
         counts.generated += sum(self.buffer.add(part, ended=True) for part in flow.settle())
         self._kept = flow if flow.unfinished else None
         # What a replica had that died is in no engine: the next flow gets it, together with all others.

@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from trainer.agents.sessions.saved_sessions import pack, unpack
+from trainer.agents.sessions.session_flow import AgentSessions, Session, requests
 from trainer.data.dataset import Prompt
 from workers.batch import Batch
 
@@ -21,12 +23,17 @@ COLUMNS = {"input_ids": torch.int64, "rollout_log_probs": torch.float32, "weight
 
 @dataclass(slots=True)
 class PendingResponse:
-    """A response so far. parts: by column, what each call has added. finished: 1: terminated, 0: truncated, None: neither."""
+    """A response so far. parts: by column, what each call has added. finished: 1: terminated, 0: truncated, None: neither.
+
+    session: of an agent; rows: its rows when it has finished. Both replace parts.
+    """
 
     seed: int
     greedy: bool
     parts: dict[str, list[Tensor]] = field(default_factory=lambda: {name: [] for name in COLUMNS})
     finished: int | None = None
+    session: Session | None = None
+    rows: Batch | None = None
 
     def column(self, name: str) -> Tensor:
         """All tokens so far (L,)."""
@@ -48,7 +55,11 @@ class PendingGroup:
         return self.prompt.ordinal
 
     def batch(self, ids: Sequence[int]) -> Batch:
-        """Its responses as an engine returns them, with the columns of RolloutRole.advance. ids: of the responses."""
+        """Its responses as an engine returns them, with the columns of RolloutRole.advance, or rows of sessions. ids: of the
+        responses.
+        """
+        if rows := [response.rows for response in self.responses if response.rows is not None]:
+            return Batch.concat([one.with_rows(id=torch.full((len(one),), id)) for id, one in zip(ids, rows, strict=True)])
         columns = {name: [response.column(name) for response in self.responses] for name in COLUMNS}
         return Batch(
             lengths=torch.tensor([len(row) for row in columns["input_ids"]], dtype=torch.int64),
@@ -63,11 +74,12 @@ class GroupBuffer:
     n: responses per group. tick: number of ticks so far, over the whole run.
     """
 
-    def __init__(self, n: int, prompt: Callable[[int], Prompt]) -> None:
-        """prompt: the prompt with an ordinal, from which a checkpoint is restored."""
+    def __init__(self, n: int, prompt: Callable[[int], Prompt], agents: AgentSessions | None = None) -> None:
+        """prompt: the prompt with an ordinal, from which a checkpoint is restored. agents: responses are their sessions."""
         self.n = n
+        self.agents = agents
         self.tick = 0
-        self._prompt = prompt
+        self._restored = prompt
         self._groups: dict[int, PendingGroup] = {}
 
     def __len__(self) -> int:
@@ -75,6 +87,10 @@ class GroupBuffer:
 
     def __contains__(self, ordinal: int) -> bool:
         return ordinal in self._groups
+
+    def prompt(self, id: int) -> Prompt:
+        """The prompt of a request."""
+        return self._groups[id // self.n].prompt
 
     @property
     def uids(self) -> set[int]:
@@ -91,11 +107,22 @@ class GroupBuffer:
         responses = [PendingResponse(*one) for one in zip(seeds, greedy, strict=True)]
         if len(responses) != self.n or prompt.ordinal in self._groups:
             raise ValueError(f"group {prompt.ordinal}: {len(responses)} of {self.n} responses, or in flight already")
+        ids = self._ids(prompt.ordinal)
+        if self.agents is not None:
+            for id, response in zip(ids, responses, strict=True):
+                response.session = self.agents.session(id, prompt, response.seed, response.greedy)
         self._groups[prompt.ordinal] = PendingGroup(step, prompt, responses)
-        return self._ids(prompt.ordinal)
+        return ids
+
+    def sessions(self, ids: Sequence[int]) -> list[Session]:
+        """The sessions of agents that are these responses."""
+        found = [self._response(id).session for id in ids]
+        return [session for session in found if session is not None]
 
     def requests(self, ids: Sequence[int]) -> Batch:
         """Rollout requests with what their responses have so far; see RolloutRole.advance."""
+        if self.agents is not None:
+            return requests(self.sessions(ids))
         rows = [(self._groups[id // self.n].prompt, self._response(id)) for id in ids]
         begun = [response.column("input_ids") for _, response in rows]
         whole = [torch.cat([torch.tensor(prompt.prompt_ids), tail]) for (prompt, _), tail in zip(rows, begun, strict=True)]
@@ -112,18 +139,31 @@ class GroupBuffer:
 
     def add(self, sampled: Batch, *, ended: bool) -> int:
         """Append sampled tokens to their responses; returns their number. ended: these responses ended at this tick, otherwise
-        they were interrupted.
+        they were interrupted. Rows of sessions are whole.
         """
+        if self.agents is not None:
+            return self._add_sessions(sampled)
         columns = {name: sampled.split_rows(name) for name in COLUMNS}
         for row, id in enumerate(sampled.rows["id"].tolist()):
             response, group = self._response(id), self._groups[id // self.n]
             for name, parts in response.parts.items():
                 parts.append(columns[name][row])
             if ended:
-                response.finished = int(sampled.rows["finished"][row])
-                if all(other.finished is not None for other in group.responses):
-                    group.tick = self.tick
+                self._end(group, response, int(sampled.rows["finished"][row]))
         return sampled.total_tokens
+
+    def _add_sessions(self, rows: Batch) -> int:
+        of_row = rows.rows["id"]
+        for id in of_row.unique().tolist():
+            response = self._response(id)
+            response.rows = rows.select((of_row == id).nonzero().flatten())
+            self._end(self._groups[id // self.n], response, int(response.rows.rows["finished"][-1]))
+        return int(rows.tokens["response_mask"].count_nonzero())
+
+    def _end(self, group: PendingGroup, response: PendingResponse, finished: int) -> None:
+        response.finished = finished
+        if all(other.finished is not None for other in group.responses):
+            group.tick = self.tick
 
     def unfinished(self) -> list[list[int]]:
         """Ids of the requests whose responses have not ended, by group, in order."""
@@ -169,7 +209,7 @@ class GroupBuffer:
 
     def arrays(self) -> dict[str, Tensor]:
         """All groups, for a checkpoint. By group: ordinal, step, tick (-1: unfinished). By response: seed, greedy, finished (-1:
-        neither), length. By token: the columns. now: the tick.
+        neither), length. By token: the columns. now: the tick. Sessions: see saved_sessions.pack.
         """
         groups = [group for _, group in sorted(self._groups.items())]
         responses = [response for group in groups for response in group.responses]
@@ -185,7 +225,12 @@ class GroupBuffer:
             "length": [len(row) for row in columns["input_ids"]],
         }
         tokens = {name: torch.cat([torch.zeros(0, dtype=COLUMNS[name]), *rows]) for name, rows in columns.items()}
-        return {name: torch.tensor(values, dtype=torch.int64) for name, values in numbers.items()} | tokens
+        arrays = {name: torch.tensor(values, dtype=torch.int64) for name, values in numbers.items()} | tokens
+        if self.agents is None:
+            return arrays
+        found = [response.session if response.rows is None else response.rows for response in responses]
+        running = [self.agents.agents.journal(one.task.id) if isinstance(one, Session) else None for one in found]
+        return arrays | pack(found, running)
 
     def load_arrays(self, arrays: Mapping[str, Tensor]) -> None:
         """Replace all groups by those of ``arrays``; none for a checkpoint without them."""
@@ -207,7 +252,18 @@ class GroupBuffer:
             zip(*(arrays[name].tolist() for name in ("ordinal", "step", "tick")), strict=True)
         ):
             of_group = responses[place * self.n : (place + 1) * self.n]
-            self._groups[ordinal] = PendingGroup(step, self._prompt(ordinal), of_group, None if tick < 0 else tick)
+            self._groups[ordinal] = PendingGroup(step, self._restored(ordinal), of_group, None if tick < 0 else tick)
+        if self.agents is not None:
+            self._load_sessions(self.agents, arrays)
+
+    def _load_sessions(self, agents: AgentSessions, arrays: Mapping[str, Tensor]) -> None:
+        found = [(group.prompt, id, self._response(id)) for group in self._groups.values() for id in self._ids(group.ordinal)]
+        new = [agents.session(id, prompt, response.seed, response.greedy) for prompt, id, response in found]
+        for (_, _, response), one in zip(found, unpack(arrays, new), strict=True):
+            if isinstance(one, Batch):
+                response.rows = one
+            else:
+                response.session = one
 
     def _ids(self, ordinal: int) -> list[int]:
         return [ordinal * self.n + sample for sample in range(self.n)]

@@ -24,9 +24,8 @@ from trainer.data.dataset import Prompt, PromptStream
 from trainer.rollout.buffer import GroupBuffer, PendingGroup
 from trainer.rollout.group_filtering import Tally
 from trainer.rollout.policies import KeptGroups
-from trainer.rollout.remote_rollout import RolloutFlow
 from trainer.rollout.responses import prompt_batch
-from trainer.rollout.sampler import Overlap, Sampler
+from trainer.rollout.sampler import Flow, Overlap, Sampler
 from trainer.run.timing import Phases
 from trainer.tracking.metrics import staleness_metrics
 from workers.batch import Batch
@@ -113,14 +112,14 @@ class PartialRollouts:
             self._end(flow, counts)
         yield new
 
-    def _begin(self, sampler: Sampler, counts: TokenCounts, *, replaces: bool) -> RolloutFlow:
+    def _begin(self, sampler: Sampler, counts: TokenCounts, *, replaces: bool) -> Flow:
         """Flow of the step, with all unfinished responses."""
         options: dict[str, Any] = {"expected": self.groups * self.buffer.n, "in_step": self.in_step, "replaces": replaces}
-        flow = sampler.rollout.flow(sampler.sampling, self.buffer.requests, **options)
+        flow = sampler.flow(sampler.sampling, self.buffer, **options)
         counts.recomputed += self._resubmit(flow)
         return flow
 
-    def _end(self, flow: RolloutFlow, counts: TokenCounts) -> None:
+    def _end(self, flow: Flow, counts: TokenCounts) -> None:
         """End the generation of the step."""
         counts.generated += self._suspend(flow)
 
@@ -145,18 +144,17 @@ class PartialRollouts:
         further = set(chosen) - {group.ordinal for group in taken}
         return [group for ordinal, group in complete.items() if ordinal in further]
 
-    def _resubmit(self, flow: RolloutFlow) -> int:
+    def _resubmit(self, flow: Flow) -> int:
         """Queue all unfinished responses; returns the number of tokens that the engines compute again."""
         tokens = 0
         for ids in self.buffer.unfinished():
-            requests = self.buffer.requests(ids)
+            flow.admit(ids, len(self.buffer.prompt(ids[0]).prompt_ids))
+            requests = self.buffer.requests(ids)  # now: sessions that were resumed have their calls
             begun = requests.rows["begun"]
-            prompt_tokens = int(requests.lengths[0] - begun[0])
-            flow.admit(ids, prompt_tokens)
-            tokens += prompt_tokens + int(begun.sum())
+            tokens += int((requests.lengths - begun).max() + begun.sum())
         return tokens
 
-    def _admit(self, flow: RolloutFlow, prompt: Prompt, sampler: Sampler, step: int) -> None:
+    def _admit(self, flow: Flow, prompt: Prompt, sampler: Sampler, step: int) -> None:
         """Queue the responses to a new prompt. Sample n exists with baselines only: the greedy response."""
         purpose = sampler.rollbacks.purpose("train")
         # By ordinal: two epochs of small data may be in flight at the same step.
@@ -164,13 +162,13 @@ class PartialRollouts:
         ids = self.buffer.admit(step, prompt, seeds, [sample == sampler.n for sample in range(self.buffer.n)])
         flow.admit(ids, len(prompt.prompt_ids))
 
-    def _wait(self, flow: RolloutFlow) -> int:
+    def _wait(self, flow: Flow) -> int:
         """Wait for the end of the tick; returns the number of tokens of responses that ended."""
         tokens = sum(self.buffer.add(part, ended=True) for part in flow.wait())
         self.buffer.tick += 1
         return tokens
 
-    def _suspend(self, flow: RolloutFlow) -> int:
+    def _suspend(self, flow: Flow) -> int:
         """Take all requests from the engines; returns the number of tokens that were sampled for them."""
         late, interrupted = flow.suspend()
         tokens = sum(self.buffer.add(part, ended=True) for part in late)
@@ -240,7 +238,7 @@ class FilteredPartialRollouts(PartialRollouts):
         # Those that have waited since the last step are judged first.
         ended = waited = buffer.complete()
         with phases("gen"):
-            flow = sampler.rollout.flow(sampler.sampling, buffer.requests, expected=self.groups * buffer.n, in_step=True)
+            flow = sampler.flow(sampler.sampling, buffer, expected=self.groups * buffer.n, in_step=True)
             generated, recomputed = 0, self._resubmit(flow)
         while len(chosen := buffer.choose(kept.ordinals, self.groups, step, self.max_age)) < self.groups:
             if not kept.tally.is_full:
@@ -263,7 +261,7 @@ class FilteredPartialRollouts(PartialRollouts):
         metrics = self._metrics(step, taken, batch, sampler.rollout.version) | {"rollout/recomputed_tokens": float(recomputed)}
         return batch.with_meta({"generated_tokens": generated, "metrics": batch.meta["metrics"] | metrics})
 
-    def _fill(self, flow: RolloutFlow, sampler: Sampler, step: int, prompts: PromptStream, n_unfinished: int) -> None:
+    def _fill(self, flow: Flow, sampler: Sampler, step: int, prompts: PromptStream, n_unfinished: int) -> None:
         """Admit prompts until ``n_unfinished`` groups are unfinished. A prompt that is in flight is skipped."""
         in_flight = self.buffer.uids
         # Bounds: see GroupBuffer.choose; and an epoch must have a prompt that is not in flight.

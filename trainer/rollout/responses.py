@@ -31,6 +31,13 @@ def decode_responses(answers: Batch, tokenizer: PreTrainedTokenizerBase) -> list
     return tokenizer.batch_decode(written, skip_special_tokens=True)
 
 
+def decode_sessions(rows: Batch, tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """Everything after the first prompt of each row as text (B), without special tokens: turns and what came between them."""
+    ids, starts = rows.tokens["input_ids"].numpy(), (rows.offsets[:-1] + rows.rows["prompt_length"]).tolist()
+    after: list[Any] = [ids[start:end] for start, end in zip(starts, rows.offsets[1:].tolist(), strict=True)]
+    return tokenizer.batch_decode(after, skip_special_tokens=True)
+
+
 def join_responses(questions: Batch, answers: Batch) -> Batch:
     """Concatenate each prompt with its response.
 

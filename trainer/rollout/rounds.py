@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import groupby
 
 import torch
 
+from trainer.agents.sessions.session_flow import Session
 from trainer.data.dataset import Prompt, PromptStream
-from trainer.rollout.remote_rollout import RolloutFlow
-from trainer.rollout.sampler import Requested, Sampler
+from trainer.rollout.sampler import Flow, Requested, Sampler
 from trainer.run.timing import Phases
 from workers.batch import Batch
 
@@ -30,6 +31,11 @@ class Round:
     ended: list[Batch] = field(default_factory=list)
     unfinished: int = 0
 
+    @property
+    def end(self) -> int:
+        """Id after its last one."""
+        return self.first + len(self.requested.questions)
+
 
 class Rounds:
     """The rounds of a step, scored in the order in which they are drawn.
@@ -46,8 +52,9 @@ class Rounds:
         self._phases = phases
         self._first_epoch = stream.epoch
         self._early: deque[Round] = deque()
-        self._flow: RolloutFlow | None = None
-        self._requests = Batch(torch.zeros(0, dtype=torch.int64))
+        self._flow: Flow | None = None
+        self._begun: list[Round] = []
+        """Rounds of the flow, in the order of their ids."""
 
     def next(self, skip: Collection[int]) -> Round:
         """The next round: one that has begun, or a new one without the prompts whose uid is in ``skip``."""
@@ -58,8 +65,8 @@ class Rounds:
             with self._phases("gen"):
                 # The engines are empty. A new flow gives them their weights again if they slept while a reward model scored.
                 expected = len(one.requested.questions)
-                self._requests = Batch(torch.zeros(0, dtype=torch.int64))
-                self._flow = self._sampler.rollout.flow(self._sampler.sampling, self._rows, expected=expected)
+                self._begun = []
+                self._flow = self._sampler.flow(self._sampler.sampling, self, expected=expected)
                 self._begin(one, self._flow)
                 self._flow.start()
         return one
@@ -110,16 +117,30 @@ class Rounds:
         purpose = "train" if not again else f"train_again_{again}"
         return Round(prompts, position, self._sampler.request_to_train(prompts, purpose, self._step))
 
-    def _begin(self, one: Round, flow: RolloutFlow) -> None:
+    def _begin(self, one: Round, flow: Flow) -> None:
         questions, each = one.requested.questions, one.requested.each
-        one.first, one.unfinished = len(self._requests), len(questions)
-        with_ids = questions.with_rows(id=torch.arange(one.first, one.first + len(questions)))
-        self._requests = Batch.concat([self._requests, with_ids]) if one.first else with_ids
+        one.first = self._begun[-1].end if self._begun else 0
+        one.unfinished = len(questions)
+        self._begun.append(one)
         for row in range(0, len(questions), each):
             flow.admit(range(one.first + row, one.first + row + each), int(questions.lengths[row]))
 
-    def _rows(self, ids: Sequence[int]) -> Batch:
-        return self._requests.select(ids)
+    def requests(self, ids: Sequence[int]) -> Batch:
+        """See Source. ids of a call are of one round or several."""
+        return Batch.concat(
+            [one.requested.requests(rows).with_rows(id=torch.tensor(of)) for one, rows, of in self._by_round(ids)]
+        )
+
+    def sessions(self, ids: Sequence[int]) -> list[Session]:
+        """See Source."""
+        found = [session for one, rows, _ in self._by_round(ids) for session in one.requested.sessions(rows)]
+        return [replace(session, id=id) for session, id in zip(found, ids, strict=True)]
+
+    def _by_round(self, ids: Sequence[int]) -> Iterator[tuple[Round, list[int], list[int]]]:
+        """Rounds, the rows in each, and their ids."""
+        for one, of in groupby(ids, key=lambda id: next(one for one in self._begun if id < one.end)):
+            same = list(of)
+            yield one, [id - one.first for id in same], same
 
     def _record(self, part: Batch, rounds: Sequence[Round]) -> None:
         """Give each round its responses."""
@@ -128,4 +149,4 @@ class Rounds:
             mine = ((rows >= 0) & (rows < len(one.requested.questions))).nonzero().flatten()
             if len(mine):
                 one.ended.append(part.with_rows(id=rows).select(mine))
-                one.unfinished -= len(mine)
+                one.unfinished -= len(rows[mine].unique())  # a session may have several rows

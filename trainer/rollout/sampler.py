@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from configs.schema.ppo import RewardConfig
+from trainer.agents.sessions.session_flow import AgentSessions, Session, SessionFlow
 from trainer.algorithms.segments import counts_in, last_in, sum_by
 from trainer.algorithms.trajectories import Trajectories
 from trainer.cluster.watchdog import Watchdog
@@ -22,8 +23,8 @@ from trainer.rewards.remote.remote_rewards import RemoteRewards
 from trainer.rewards.requests import responses_to_score
 from trainer.rewards.scoring import Failures, Rewards, Score
 from trainer.rewards.shaping import Shaping, missing_eos_penalty, overlong_penalty
-from trainer.rollout.remote_rollout import RemoteRollout
-from trainer.rollout.responses import decode_responses, join_responses, prompt_batch
+from trainer.rollout.remote_rollout import RemoteRollout, RolloutFlow
+from trainer.rollout.responses import decode_responses, decode_sessions, join_responses, prompt_batch
 from trainer.run.timing import Phases
 from workers.batch import Batch
 from workers.rollout.base import Sampling
@@ -37,12 +38,55 @@ Overlap = Callable[[Batch, Callable[[], ScoredResponses]], tuple[ScoredResponses
 
 @dataclass(frozen=True, slots=True)
 class Requested:
-    """Requests of B rows. prompts, samples: of each row. questions: for the engines. each: adjacent rows with the same prompt."""
+    """Requests of B rows. prompts, samples: of each row. questions: for the engines. each: adjacent rows with the same prompt.
+
+    agents: responses are their sessions.
+    """
 
     prompts: Sequence[Prompt]
     samples: Sequence[int]
     questions: Batch
     each: int
+    agents: AgentSessions | None = None
+
+    def requests(self, ids: Sequence[int]) -> Batch:
+        return self.questions.select(ids).with_rows(id=torch.tensor(ids))
+
+    def sessions(self, ids: Sequence[int]) -> list[Session]:
+        assert self.agents is not None, "sessions are asked for with agents"
+        seeds, greedy = (self.questions.rows[name].tolist() for name in ("seed", "greedy"))
+        return [self.agents.session(id, self.prompts[id], seeds[id], greedy[id]) for id in ids]
+
+
+class Flow(Protocol):
+    """Responses that are generated tick by tick: RolloutFlow, or with agents SessionFlow."""
+
+    def admit(self, ids: Sequence[int], prompt_tokens: int) -> None: ...
+
+    @property
+    def waiting(self) -> bool: ...
+
+    @property
+    def unfinished(self) -> int: ...
+
+    @property
+    def has_lost(self) -> bool: ...
+
+    def start(self) -> bool: ...
+
+    def wait(self) -> list[Batch]: ...
+
+    def settle(self) -> list[Batch]: ...
+
+    def suspend(self) -> tuple[list[Batch], list[Batch]]: ...
+
+
+class Source(Protocol):
+    """What a flow's ids are: rows of requests (see RolloutRole.advance), and with agents their sessions."""
+
+    def requests(self, ids: Sequence[int]) -> Batch: ...
+
+    def sessions(self, ids: Sequence[int]) -> list[Session]: ...
 
 
 class BatchPolicy(Protocol):
@@ -77,12 +121,15 @@ class Sampler:
         models: RewardModels | None,
         rollbacks: Rollbacks,
         failures: Failures,
+        agents: AgentSessions | None = None,
     ) -> None:
         """n: responses per training prompt. sampling, seed: of training responses. policy: how a step's batch is generated.
 
         with_baselines: also score a greedy response to each training prompt. reward: penalties of training responses. shaping:
         of their rewards. models: additional reward models. rollbacks: their number enters the seeds of training responses.
+        agents: responses are their sessions.
         """
+        self.agents = agents
         self.rollout = rollout
         self.rewards = rewards
         self.tokenizer = tokenizer
@@ -100,6 +147,8 @@ class Sampler:
         self.left_out: list[Batch] = []
         """Rows dropped by the last ``next_batch`` because their rewards failed."""
         self._n_submitted = 0
+        self._scored: dict[int, Score] = {}
+        """Scores of sessions that have their own reward, by key."""
 
     def next_batch(self, step: int, prompts: PromptStream, phases: Phases, overlap: Overlap | None = None) -> Batch:
         """Generate the step's training batch: scored responses, ``n`` per prompt, in the order of the prompts.
@@ -124,6 +173,18 @@ class Sampler:
         reward = reward[of_row]
         batch = batch.with_rows(reward=reward, **({} if baseline is None else {"baseline": baseline[of_row]}))
         return batch.with_tokens(token_level_scores=token_rewards(batch, reward))
+
+    def flow(
+        self, sampling: Sampling, source: Source, *, expected: int, in_step: bool | None = None, replaces: bool = True
+    ) -> Flow:
+        """A flow of responses; see RemoteRollout.flow."""
+
+        def of_requests(requests: Callable[[Sequence[int]], Batch]) -> RolloutFlow:
+            return self.rollout.flow(sampling, requests, expected=expected, in_step=in_step, replaces=replaces)
+
+        if self.agents is None:
+            return of_requests(source.requests)
+        return SessionFlow(self.agents.agents, source.sessions, of_requests, in_step=in_step is not False)
 
     @property
     def selects_groups(self) -> bool:
@@ -216,13 +277,21 @@ class Sampler:
         samples = list(range(each)) * len(prompts)
         # One seed per response, from values that do not depend on batching, engines or ranks.
         seeds = [seed_of(self.seed, purpose, step, prompt.uid, sample) for prompt, sample in zip(asked, samples, strict=True)]
-        return Requested(asked, samples, prompt_batch(asked, seeds, greedy=torch.tensor(samples) == n), each)
+        return Requested(asked, samples, prompt_batch(asked, seeds, greedy=torch.tensor(samples) == n), each, self.agents)
 
     def _generate(self, requested: Requested, sampling: Sampling, phases: Phases) -> list[Batch]:
         """Generate all responses and submit them for scoring as they end; returns what ``submit_rows`` does."""
+        questions, each = requested.questions, requested.each
         with phases("gen"):
-            stream = self.rollout.stream(requested.questions, sampling, requested.each)
-            return [self.submit_rows(part, requested) for part in stream]
+            flow = self.flow(sampling, requested, expected=len(questions))
+            for first in range(0, len(questions), each):
+                flow.admit(range(first, first + each), int(questions.lengths[first]))
+            ended, submitted = list[Batch](), list[Batch]()
+            while flow.start():
+                # Decoded and scored while the engines generate the next tick.
+                submitted += [self.submit_rows(part, requested) for part in ended]
+                ended = flow.wait()
+            return submitted + [self.submit_rows(part, requested) for part in ended]
 
     def finish_scoring(
         self,
@@ -250,8 +319,11 @@ class Sampler:
         objects: prompt, response, ground_truth, data_source, reward_extra, reward_error.
         """
         with phases("reward"), self.watchdog.own("reward", "scoring", f"{len(asked)} answers"):
-            batch = batch.select(batch.rows["id"].argsort())  # they came as they ended
-            scores = self.rewards.finish(batch.rows["score_key"].tolist())
+            batch = batch.select(batch.rows["id"].argsort(stable=True))  # they came as they ended
+            scores = self._finish(batch.rows["score_key"].tolist())
+        of_row: list[int] = batch.rows["id"].tolist()
+        if len(batch) > len(asked):  # sessions of several rows
+            asked, samples = [asked[i] for i in of_row], [samples[i] for i in of_row]
         del batch.rows["id"], batch.rows["score_key"]
         texts: list[str] = batch.objects.pop("response")
         scores = self._with_timeout_scores(scores)
@@ -268,7 +340,7 @@ class Sampler:
             scores = self._with_timeout_scores(scores)
         ordinals = torch.tensor([prompt.ordinal for prompt in asked])
         # Responses to a prompt are adjacent, from sample 0.
-        indices = (torch.tensor(samples) == 0).cumsum(0) - 1
+        indices = torch.tensor(of_row) // (max(samples) + 1)
         groups = torch.where(ordinals < 0, indices, ordinals)
         self.failures.add(step, "training" if trains else "validation", scores)
         score = torch.tensor([0.0 if item.value is None else item.value for item in scores])
@@ -278,11 +350,11 @@ class Sampler:
             "sample": torch.tensor(samples),
             # The greedy response of a baseline has a number too.
             "trajectory": groups * (n + (trains and self.with_baselines)) + torch.tensor(samples),
-            "part": torch.zeros_like(groups),
+            "part": batch.rows.get("part", torch.zeros_like(groups)),
             "score": score,
             "reward_failed": torch.tensor([item.value is None for item in scores]),
         }
-        batch.objects = describe(asked, texts, scores)
+        batch.objects |= describe(asked, texts, scores)
         return batch
 
     def submit_rows(self, answers: Batch, requested: Requested) -> Batch:
@@ -295,15 +367,48 @@ class Sampler:
 
         answers: as engines return them. questions, asked: the prompt of each. Adds rows["score_key"], the keys of their scores.
         """
+        if self.agents is not None:
+            return self._submit_sessions(answers, asked)
         texts = decode_responses(answers, self.tokenizer)
         batch = join_responses(questions, answers)
         by_servers = isinstance(self.rewards, RemoteRewards)
         requests = responses_to_score(asked, texts, batch, self.tokenizer, for_servers=by_servers)
-        # Unique in the run: scores of a later batch may be outstanding while those of a validation are collected.
-        keys = range(self._n_submitted, self._n_submitted + len(answers))
-        self._n_submitted += len(answers)
+        keys = self._keys(len(answers))
         self.rewards.submit(requests, keys)
         return Batch(batch.lengths, batch.tokens, batch.rows | {"score_key": torch.tensor(keys)}, {"response": texts})
+
+    def _keys(self, n: int) -> range:
+        # Unique in the run: scores of a later batch may be outstanding while those of a validation are collected.
+        self._n_submitted += n
+        return range(self._n_submitted - n, self._n_submitted)
+
+    def _submit_sessions(self, rows: Batch, asked: Sequence[Prompt]) -> Batch:
+        """As ``submit``, for rows of sessions, which have their prompts. asked: the prompt of each row.
+
+        A session is scored once, by the text of its last row after the prompt; one with a reward is not scored.
+        """
+        texts, sessions = decode_sessions(rows, self.tokenizer), rows.objects["session"]
+        number = Trajectories.of(rows.with_rows(trajectory=rows.rows["id"])).last.tolist()
+        of_row = torch.searchsorted(rows.rows["id"][number], rows.rows["id"])
+        keys = torch.tensor(self._keys(len(number)))
+        to_score = [i for i in range(len(number)) if sessions[number[i]]["reward"] is None]
+        for i in set(range(len(number))) - set(to_score):
+            self._scored[int(keys[i])] = Score(sessions[number[i]]["reward"], {}, None)
+        at = [number[i] for i in to_score]
+        prompts = [replace(asked[row], extra_info=asked[row].extra_info | sessions[row]["extra"]) for row in at]
+        by_servers = isinstance(self.rewards, RemoteRewards)
+        requests = responses_to_score(
+            prompts, [texts[row] for row in at], rows.select(at), self.tokenizer, for_servers=by_servers
+        )
+        self.rewards.submit(requests, keys[to_score].tolist())
+        return Batch(rows.lengths, rows.tokens, rows.rows | {"score_key": keys[of_row]}, {"response": texts, "session": sessions})
+
+    def _finish(self, keys: Sequence[int]) -> list[Score]:
+        """Wait for the scores of rows; rows of a session have the same key."""
+        unknown = [key for key in dict.fromkeys(keys) if key not in self._scored]
+        scores = dict(zip(unknown, self.rewards.finish(unknown), strict=True))
+        scores |= {key: self._scored.pop(key) for key in {*keys} - scores.keys()}
+        return [scores[key] for key in keys]
 
     def _with_timeout_scores(self, scores: Sequence[Score]) -> list[Score]:
         """Replace the missing value of scores that timed out by ``reward.timeout_score``."""

@@ -57,6 +57,8 @@ class RolloutScheduler:
         self.replicas = list(range(n_replicas))
         """Those that were not lost."""
         self._called: set[int] = set()
+        self._last: dict[int, int] = {}
+        """Replica of the rows that ended."""
         self._n_placed = 0
         self._slots = slots
         self._mean_length = float(max_tokens)
@@ -82,7 +84,7 @@ class RolloutScheduler:
         return list(self._running[replica])
 
     def admit(self, rows: Sequence[int], prompt_tokens: int) -> None:
-        """Queue rows with the same prompt."""
+        """Queue rows with the same prompt. Rows that ended before continue: their replica has computed most of the prompt."""
         self._waiting.append(_Group(tuple(rows), prompt_tokens / len(rows)))
 
     def record(self, ended: Mapping[int, Ended]) -> None:
@@ -91,6 +93,7 @@ class RolloutScheduler:
             self._called.remove(replica)
             for row in results.rows:
                 self._prompt_tokens[replica] -= self._running[replica].pop(row).tokens
+                self._last[row] = replica
             self._n_ended += len(results.rows)
             self._ended_tokens += sum(results.lengths)
         if self._n_ended:
@@ -117,6 +120,9 @@ class RolloutScheduler:
 
     def _place(self, group: _Group) -> int | None:
         """Replica for a group that is to be submitted now; None: it waits."""
+        last = self._last.get(group.rows[0])
+        if last in self.replicas and last not in self._called and self._fits(group, self.held(last)):
+            return last
         if self._balance == "static":
             replica = self.replicas[self._n_placed % len(self.replicas)] if self.replicas else None
             return None if replica in self._called else replica

@@ -70,7 +70,7 @@ class RolloutRole:
 
         prompts: rows of input_ids, with rows["id"] (unique among unfinished requests), rows["seed"], rows["greedy"] (1: greedy,
         whatever ``sampling`` is) and, optional, rows["begun"] (number of last tokens that are the beginning of the response, not
-        returned again). None: no new ones.
+        returned again) and rows["max_tokens"] (of the response, instead of that of ``sampling``). None: no new ones.
 
         Returned tokens: input_ids, rollout_log_probs, weight_version (T,). Returned rows: id, finished (1: terminated, 0:
         truncated).
@@ -98,13 +98,20 @@ class RolloutRole:
 
 
 def requests_of(prompts: Batch, sampling: Sampling) -> list[Request]:
-    greedy = replace(sampling, temperature=0.0)
-    columns = [prompts.rows[name].tolist() for name in ("id", "seed", "greedy")]
+    columns = [prompts.rows[name].tolist() for name in ("id", "seed")]
     begun = prompts.rows.get("begun", torch.zeros_like(prompts.lengths))
-    ends = (prompts.lengths - begun).tolist()
+    most = prompts.rows.get("max_tokens", torch.full_like(prompts.lengths, sampling.max_tokens))
+    kinds = [*zip(prompts.rows["greedy"].tolist(), most.tolist(), strict=True)]
+    # Made once for all requests that share it.
+    of_kind = {
+        (greedy, tokens): replace(sampling, temperature=0.0 if greedy else sampling.temperature, max_tokens=tokens)
+        for greedy, tokens in set(kinds)
+    }
+    rows = zip(
+        map(Tensor.tolist, prompts.split_rows("input_ids")), (prompts.lengths - begun).tolist(), kinds, *columns, strict=True
+    )
     return [
-        Request(id, tuple(ids[:end]), greedy if is_greedy else sampling, seed, response_ids=tuple(ids[end:]))
-        for ids, end, id, seed, is_greedy in zip(map(Tensor.tolist, prompts.split_rows("input_ids")), ends, *columns, strict=True)
+        Request(id, tuple(ids[:end]), of_kind[kind], seed, response_ids=tuple(ids[end:])) for ids, end, kind, id, seed in rows
     ]
 
 

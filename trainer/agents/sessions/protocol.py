@@ -79,8 +79,8 @@ class Finished:
 
     finished: whether the last turn ended by itself (not truncated, and not ended by a limit). reward: of an environment or an
     agent loop that scores its sessions; None: the reward function scores it. extra: what the reward function gets in
-    extra_info besides the data set's (num_turns, tool_rewards, turn_scores ...), JSON. metrics: numbers of this session. messages:
-    the whole conversation, JSON, for reports. outcomes: as in ``Wanted``.
+    extra_info besides the data set's (num_turns, tool_rewards, turn_scores ...), JSON. metrics: numbers of this session.
+    messages: the whole conversation, JSON, for reports. outcomes: as in ``Wanted``.
     """
 
     id: int
