@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ from trainer.rewards.remote.remote_rewards import RemoteRewards
 from trainer.rewards.requests import responses_to_score
 from trainer.rewards.scoring import Failures, Rewards, Score
 from trainer.rewards.shaping import Shaping, missing_eos_penalty, overlong_penalty
-from trainer.rollout.remote_rollout import RemoteRollout, RolloutFlow
+from trainer.rollout.remote_rollout import RemoteRollout
 from trainer.rollout.responses import decode_responses, decode_sessions, join_responses, prompt_batch
 from trainer.run.timing import Phases
 from workers.batch import Batch
@@ -174,17 +174,12 @@ class Sampler:
         batch = batch.with_rows(reward=reward, **({} if baseline is None else {"baseline": baseline[of_row]}))
         return batch.with_tokens(token_level_scores=token_rewards(batch, reward))
 
-    def flow(
-        self, sampling: Sampling, source: Source, *, expected: int, in_step: bool | None = None, replaces: bool = True
-    ) -> Flow:
-        """A flow of responses; see RemoteRollout.flow."""
-
-        def of_requests(requests: Callable[[Sequence[int]], Batch]) -> RolloutFlow:
-            return self.rollout.flow(sampling, requests, expected=expected, in_step=in_step, replaces=replaces)
-
+    def flow(self, sampling: Sampling, source: Source, **options: Any) -> Flow:
+        """A flow of responses. options: of RemoteRollout.flow."""
         if self.agents is None:
-            return of_requests(source.requests)
-        return SessionFlow(self.agents.agents, source.sessions, of_requests, in_step=in_step is not False)
+            return self.rollout.flow(sampling, source.requests, **options)
+        of_turns = partial(self.rollout.flow, sampling, **options)
+        return SessionFlow(self.agents.agents, source.sessions, of_turns, in_step=options.get("in_step") is not False)
 
     @property
     def selects_groups(self) -> bool:

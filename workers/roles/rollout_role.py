@@ -103,10 +103,9 @@ def requests_of(prompts: Batch, sampling: Sampling) -> list[Request]:
     most = prompts.rows.get("max_tokens", torch.full_like(prompts.lengths, sampling.max_tokens))
     kinds = [*zip(prompts.rows["greedy"].tolist(), most.tolist(), strict=True)]
     # Made once for all requests that share it.
-    of_kind = {
-        (greedy, tokens): replace(sampling, temperature=0.0 if greedy else sampling.temperature, max_tokens=tokens)
-        for greedy, tokens in set(kinds)
-    }
+    of_kind = {(False, sampling.max_tokens): sampling}
+    for greedy, tokens in {*kinds} - of_kind.keys():
+        of_kind[greedy, tokens] = replace(sampling, temperature=0.0 if greedy else sampling.temperature, max_tokens=tokens)
     rows = zip(
         map(Tensor.tolist, prompts.split_rows("input_ids")), (prompts.lengths - begun).tolist(), kinds, *columns, strict=True
     )

@@ -95,10 +95,11 @@ class Flow:
     def admit(self, ids: Sequence[int], prompt_tokens: int) -> None:
         self.ids += ids
 
-    def start(self) -> None:
+    def start(self) -> bool:
         ids, self.ids = torch.tensor(self.ids), []
         for part in self.engine.stream(self.requests(ids.tolist()), self.sampling, 1) if len(ids) else ():
             self.parts.append(part.with_rows(id=ids[part.rows["id"]]))
+        return bool(self.parts)
 
     def wait(self) -> list[Batch]:
         return [self.parts.pop(0)]
