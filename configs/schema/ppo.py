@@ -8,6 +8,7 @@ from annotated_types import Ge, Gt, Le, Lt
 
 from configs.base.addresses import url_problem
 from configs.base.secrets import USER_IN_ADDRESS, secret_name_problems
+from configs.schema.agents import AgentConfig, MultiTurnConfig
 from configs.schema.alarms import AlarmsConfig
 from configs.schema.common import (
     AggMode,
@@ -201,6 +202,8 @@ class RolloutConfig(RolloutEngineConfig):
     log_prob_micro_batch_size_per_gpu: Positive | None
     log_prob_use_dynamic_bsz: bool
     log_prob_max_token_len_per_gpu: Positive
+    multi_turn: MultiTurnConfig
+    agent: AgentConfig
     val_kwargs: SamplingConfig
 
     @property

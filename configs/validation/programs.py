@@ -18,6 +18,7 @@ from configs.schema.placement import Placement
 from configs.schema.ppo import AsyncTrainingConfig, PPOConfig, RolloutEngineConfig, TrainerConfig, has_score
 from configs.schema.serve_reward import ServeRewardConfig
 from configs.schema.supervised import RewardModelConfig, SFTConfig, SupervisedConfig, SupervisedTrainerConfig
+from configs.validation.agents import agent_notes, agent_problems
 from configs.validation.batches import (
     batch_problems,
     length_problems,
@@ -97,6 +98,7 @@ def check_ppo(config: PPOConfig, typed: Collection[str], *, needs_values: bool) 
         *lora_sync_problems(config.actor_rollout_ref.model, rollout),
         *_filter_problems(config),
         *_async_problems(config, place),
+        *agent_problems(config),
         *reward_model_problems(
             config.reward, place.pool("reward"), config.data.max_prompt_length, config.data.max_response_length
         ),
@@ -123,6 +125,7 @@ def check_ppo(config: PPOConfig, typed: Collection[str], *, needs_values: bool) 
         *stability_notes(config, typed, has_critic=has_critic),
         *reward_model_notes(config.reward, typed),
         *filter_notes(config),
+        *agent_notes(config, typed),
         *parallel_notes(roles),
         *megatron_notes(roles),
     ]

@@ -63,7 +63,8 @@ SAFE_TO_CHANGE = (
     "actor_rollout_ref.rollout.max_num_seqs",
     "actor_rollout_ref.rollout.gpu_memory_utilization", "actor_rollout_ref.rollout.free_cache_engine",
     "actor_rollout_ref.rollout.update_weights_bucket_megabytes", "actor_rollout_ref.rollout.verify_weights",
-    "trainer.deterministic",
+    "actor_rollout_ref.rollout.multi_turn.tool_timeout", "actor_rollout_ref.rollout.agent.num_workers",
+    "actor_rollout_ref.rollout.agent.memory_limit_mb", "trainer.deterministic",
 )  # fmt: skip
 ADDED = {
     "reward.timeout_score": "null",
@@ -72,6 +73,19 @@ ADDED = {
     "async_training.max_staleness": "2", "async_training.clock": '"logical"', "async_training.prox_logp": '"recompute"',
     "async_training.trigger_parameter_sync_step": "1", "async_training.pause": '"abort"',
     "async_training.kv_cache": '"recompute"',
+    "actor_rollout_ref.rollout.multi_turn.enable": "false",
+    "actor_rollout_ref.rollout.multi_turn.max_assistant_turns": "null",
+    "actor_rollout_ref.rollout.multi_turn.max_user_turns": "null",
+    "actor_rollout_ref.rollout.multi_turn.max_parallel_calls": "1",
+    "actor_rollout_ref.rollout.multi_turn.max_tool_response_length": "256",
+    "actor_rollout_ref.rollout.multi_turn.tool_response_truncate_side": '"middle"',
+    "actor_rollout_ref.rollout.multi_turn.format": '"hermes"',
+    "actor_rollout_ref.rollout.multi_turn.tool_config_path": "null",
+    "actor_rollout_ref.rollout.multi_turn.function_tool_path": "null",
+    "actor_rollout_ref.rollout.multi_turn.interaction_config_path": "null",
+    "actor_rollout_ref.rollout.multi_turn.environment": "null",
+    "actor_rollout_ref.rollout.multi_turn.on_break": '"split"',
+    "actor_rollout_ref.rollout.agent.default_agent_loop": "null",
 }  # fmt: skip
 """{key: JSON value} of keys that checkpoints of earlier versions lack; the value reproduces the behaviour of those versions."""
 

@@ -10,13 +10,13 @@ from pathlib import Path
 from configs.reward_models import model_key, reward_models
 from configs.schema.common import RunConfig, TokenizedModelConfig, is_ever
 from configs.schema.generation import GenerationConfig
-from configs.schema.ppo import ModelScoringConfig, PPOConfig, PromptConfig, RemoteScoringConfig, wants_truth
+from configs.schema.ppo import ModelScoringConfig, PPOConfig, PromptConfig, RemoteScoringConfig, RolloutConfig, wants_truth
 from configs.schema.supervised import RewardModelConfig, SFTConfig
 from configs.validation.programs import check_ppo
 from trainer.algorithms.correction_rules import rejection_rules, weight_bounds
 from trainer.algorithms.known import check_policy_loss, estimator_needs
 from trainer.rewards.rules.reward_registry import check_data_sources, scores_by_source, with_own_function
-from trainer.run.user_code import check_source
+from trainer.run.user_code import check_file, check_source
 from workers.model_path import check_files, check_tokenizer
 
 
@@ -37,6 +37,7 @@ def ppo_inputs(config: PPOConfig) -> Iterator[str]:
     if config.critic.enable is True or "values" in estimator_needs(config.algorithm.adv_estimator):
         yield from _problems(check_files, config.critic.model.path, "critic.model.path")
     yield from _reward(reward)
+    yield from _agents(config.actor_rollout_ref.rollout)
     rows = yield from _prompts("data.train_files", data.train_files, data, reward, whole=data.train_max_samples < 0)
     yield from _prompts("data.val_files", data.val_files, data, reward, whole=data.val_max_samples < 0)
     if rows is not None and rows < data.train_batch_size:
@@ -92,6 +93,28 @@ def _reward(reward: ModelScoringConfig) -> Iterator[str]:
             yield from _problems(check_files, model.path, f"{key}.path")
         if template is not None and not Path(template).is_file():
             yield f"{key}.chat_template={template}: no such file; it has the Jinja template of the model's conversations"
+
+
+def _agents(rollout: RolloutConfig) -> Iterator[str]:
+    """Files of tools, interactions, environments and loops."""
+    turns, loop, key = rollout.multi_turn, rollout.agent.default_agent_loop, "actor_rollout_ref.rollout"
+    for name, path in (
+        ("tool_config_path", turns.tool_config_path),
+        ("interaction_config_path", turns.interaction_config_path),
+    ):
+        if path is not None and not Path(path).expanduser().is_file():
+            yield f"{key}.multi_turn.{name}={path}: no such file"
+    if turns.function_tool_path is not None:
+        yield from _problems(
+            check_file, turns.function_tool_path, f"{key}.multi_turn.function_tool_path={turns.function_tool_path}"
+        )
+    for name, code in (
+        ("multi_turn.environment", turns.environment),
+        ("multi_turn.format", turns.format),
+        ("agent.default_agent_loop", loop),
+    ):
+        if code is not None and ":" in code:
+            yield from _problems(check_source, *code.rsplit(":", 1), f"{key}.{name}={code}")
 
 
 def _prompts(

@@ -19,7 +19,7 @@ class Prompt:
     """One prompt with the columns that scoring needs.
 
     uid: index of the row over all files, before any filtering. text: the rendered prompt before truncation. messages: the row's
-    prompt column, a text or a conversation. ordinal: number of the prompt in the run, set by PromptStream; -1: not from a stream.
+    prompt column, a text or a conversation. agent: column agent_name. ordinal: number of the prompt in the run, set by PromptStream; -1: not from a stream.
     """
 
     uid: int
@@ -29,6 +29,7 @@ class Prompt:
     ground_truth: Any
     extra_info: dict[str, Any]
     messages: Messages
+    agent: str | None = None
     ordinal: int = -1
 
 
@@ -55,7 +56,7 @@ class PromptDataset:
         """
         self._source_key, self._prompt_key = config.reward_fn_key, config.prompt_key
         needed = [config.reward_fn_key, "reward_model.ground_truth"] if scored else []
-        self._rows = Rows(files, [config.prompt_key, *needed], [config.reward_fn_key, "reward_model", "extra_info"])
+        self._rows = Rows(files, [config.prompt_key, *needed], [config.reward_fn_key, "reward_model", "extra_info", "agent_name"])
         self.n_rows = len(self._rows)
         sources = self._rows.column(config.reward_fn_key)
         notices = []
@@ -121,6 +122,7 @@ class PromptDataset:
             ground_truth=(row.get("reward_model") or {}).get("ground_truth"),
             extra_info=row.get("extra_info") or {},
             messages=value_of(row, self._prompt_key),
+            agent=row.get("agent_name"),
         )
 
 

@@ -19,6 +19,9 @@ from configs.schema.ppo import ActorConfig, CriticConfig, PPOConfig, wants_truth
 from configs.validation.batches import cuts, roles_of, wants_ref
 from configs.validation.placement import placement_of
 from trainer import harness
+from trainer.agents.sessions.agent_loop import AgentSetup
+from trainer.agents.sessions.pool import AgentPool
+from trainer.agents.sessions.session_flow import AgentSessions
 from trainer.algorithms.advantages import ADVANTAGES
 from trainer.algorithms.kl import KLController
 from trainer.algorithms.losses.actor_loss import ActorLoss, ActorLossConfig
@@ -101,6 +104,7 @@ def opened(assembly: type[Assembly], config: PPOConfig, lifecycle: RunLifecycle,
     with ExitStack() as stack:
         rewards = stack.enter_context(open_rewards(config.reward))
         rewards.start()
+        agents = open_agents(config, tokenizer, stack)
         backend = stack.enter_context(open_backend(config.trainer, config.ray_kwargs, config.timeouts, lifecycle.run_dir))
         start.ended("backend")
         place = placement_of(config, has_critic=wants_critic(config))
@@ -129,7 +133,7 @@ def opened(assembly: type[Assembly], config: PPOConfig, lifecycle: RunLifecycle,
         )
         stack.callback(tracker.close)
         start.ended("data")
-        loop = parts.loop(rewards, resume, tracker, start)
+        loop = parts.loop(rewards, agents, resume, tracker, start)
         # Only now does the run directory belong to this run: an earlier failure leaves no status and no report in it.
         lifecycle.started = True
         yield loop
@@ -161,6 +165,16 @@ def reader(config: PPOConfig) -> Tokenizer:
         except ValueError as error:
             raise ValueError(f"{key}={name}, row 0: {error}") from error
     return tokenizer
+
+
+def open_agents(config: PPOConfig, tokenizer: Tokenizer, stack: ExitStack) -> AgentSessions | None:
+    """Start the agent processes, which load tools and environments while workers start; None for responses of one turn."""
+    rollout, data = config.actor_rollout_ref.rollout, config.data
+    if not rollout.multi_turn.enable:
+        return None
+    setup = AgentSetup(tokenizer, data.apply_chat_template_kwargs, rollout.multi_turn, rollout.agent)
+    pool = stack.enter_context(AgentPool(setup))
+    return AgentSessions(pool, max_prompt=data.max_prompt_length, max_tokens=data.max_response_length)
 
 
 def wants_critic(config: PPOConfig) -> bool:
@@ -205,7 +219,9 @@ class Assembly:
         texts = () if self.ptx is None else self.ptx.data.notices
         announce((*self.data.notices, *self.held_out.notices, *texts, self.stream().order.notice))
 
-    def loop(self, rewards: Rewards, resume: Checkpoint | None, tracker: Tracker, start: Start) -> Loop:
+    def loop(
+        self, rewards: Rewards, agents: AgentSessions | None, resume: Checkpoint | None, tracker: Tracker, start: Start
+    ) -> Loop:
         """Build models and rollout engine, and assemble the loop."""
         config, options, val = self.config, self.config.trainer, self.config.actor_rollout_ref.rollout.val_kwargs
         together = Together(self.workers.of_role, self.place.n_gpus)
@@ -218,7 +234,7 @@ class Assembly:
         rollout = self.rollout()
         start.ended("engine")
         prompts = self.stream()
-        policy = self.batch_policy(prompts)
+        policy = self.batch_policy(prompts, agents)
         sampler = Sampler(
             rollout,
             rewards,
@@ -234,6 +250,7 @@ class Assembly:
             models=self.reward_models(),
             rollbacks=Rollbacks(),
             failures=Failures(Events(self.lifecycle.run_dir)),
+            agents=agents,
         )
         start.ended("rewards")
         self.phases.progress["reward"] = lambda: rewards.progress
@@ -419,10 +436,10 @@ class Assembly:
         models = self.config.actor_rollout_ref
         return sampling(models.rollout, self.tokenizer, models.model, self.config.data)
 
-    def batch_policy(self, prompts: PromptStream) -> BatchPolicy:
+    def batch_policy(self, prompts: PromptStream, agents: AgentSessions | None = None) -> BatchPolicy:
         config, groups, filters = self.config, self.config.data.train_batch_size, self.config.algorithm.filter_groups
         flight = config.async_training
-        buffer = GroupBuffer(config.actor_rollout_ref.rollout.n + self.wants_baselines, prompts.prompt)
+        buffer = GroupBuffer(config.actor_rollout_ref.rollout.n + self.wants_baselines, prompts.prompt, agents)
         schedule = SyncSchedule(
             every=flight.trigger_parameter_sync_step,
             save_every=config.trainer.save_freq,

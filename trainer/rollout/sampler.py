@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from configs.schema.ppo import RewardConfig
-from trainer.agents.sessions.session_flow import AgentSessions, Session, SessionFlow
+from trainer.agents.sessions.session_flow import AgentSessions, Session, SessionFlow, agent_metrics
 from trainer.algorithms.segments import counts_in, last_in, sum_by
 from trainer.algorithms.trajectories import Trajectories
 from trainer.cluster.watchdog import Watchdog
@@ -171,6 +171,9 @@ class Sampler:
         of_row = trajectories.of_row
         reward, baseline = self.shaping(whole["reward"], whole["group"], whole.get("baseline"))
         reward = reward[of_row]
+        if self.agents is not None:
+            sessions = [batch.objects["session"][row] for row in trajectories.last.tolist()]
+            batch = batch.with_meta({"metrics": batch.meta["metrics"] | agent_metrics(sessions)})
         batch = batch.with_rows(reward=reward, **({} if baseline is None else {"baseline": baseline[of_row]}))
         return batch.with_tokens(token_level_scores=token_rewards(batch, reward))
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -121,14 +121,13 @@ class AgentSessions:
         if not isinstance(prompt.messages, list):
             raise ValueError(f"row {prompt.uid}: its prompt is a text; with multi_turn.enable=true it must be a list of messages")
         self._n += 1
-        extra = prompt.extra_info
         task = Task(
             id=self._n,
             prompt=prompt.messages,
             data_source=prompt.data_source,
             ground_truth=prompt.ground_truth,
-            extra_info=extra,
-            agent=extra.get("agent_name"),
+            extra_info=prompt.extra_info,
+            agent=prompt.agent,
             max_prompt=self.max_prompt,
             max_tokens=self.max_tokens,
         )
@@ -318,3 +317,11 @@ def finished_rows(id: int, session: Finished) -> Batch:
         },
         objects={"session": [facts] * len(parts)},
     )
+
+
+def agent_metrics(sessions: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Means over sessions of their metrics, 0 where a session lacks one. sessions: facts of ``finished_rows``."""
+    of_each = [session["metrics"] for session in sessions]
+    names = sorted({name for metrics in of_each for name in metrics})
+    means = {f"agents/{name}": sum(metrics.get(name, 0.0) for metrics in of_each) / len(of_each) for name in names}
+    return means | {"agents/turns/max": max(metrics["turns"] for metrics in of_each)}

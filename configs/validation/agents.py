@@ -1,0 +1,48 @@
+"""Validate conversations with tools and environments; see configs/validation/programs.py."""
+
+from collections.abc import Collection, Iterator
+
+from configs.reward_models import reward_models
+from configs.schema.ppo import PPOConfig
+from configs.validation.rollout import ROLLOUT
+
+KEY, AGENT = f"{ROLLOUT}.multi_turn", f"{ROLLOUT}.agent"
+
+
+def agent_problems(config: PPOConfig) -> Iterator[str]:
+    """Problems of multi_turn and agent."""
+    rollout = config.actor_rollout_ref.rollout
+    turns, loop = rollout.multi_turn, rollout.agent.default_agent_loop
+    sources = {
+        "tool_config_path": turns.tool_config_path,
+        "function_tool_path": turns.function_tool_path,
+        "interaction_config_path": turns.interaction_config_path,
+        "environment": turns.environment,
+    }
+    if not turns.enable:
+        for name, value in sources.items():
+            if value is not None:
+                yield f"{KEY}.{name}={value}: it is used with {KEY}.enable=true only; set it, or leave {name} out"
+        if loop not in (None, "single_turn_agent"):
+            yield f"{AGENT}.default_agent_loop={loop}: it is used with {KEY}.enable=true only; set it, or leave it out"
+        return
+    if loop is None and not any(sources.values()):
+        yield (
+            f"{KEY}.enable=true: there is nobody to talk to; set {', '.join(sources)} or {AGENT}.default_agent_loop, "
+            "or enable=false"
+        )
+    others = [name for name, value in sources.items() if value is not None and name != "environment"]
+    if turns.environment is not None and others:
+        yield f"{KEY}.environment={turns.environment}: an environment has its own tools and messages; leave {', '.join(others)} out"
+    if reward_models(config.reward):
+        yield (
+            f"{KEY}.enable=true: reward models score a prompt with one response, not conversations; use a reward function, "
+            f"or an environment's rewards, and remove reward.models"
+        )
+
+
+def agent_notes(config: PPOConfig, typed: Collection[str]) -> Iterator[str]:
+    """Options of conversations that have no effect."""
+    if not config.actor_rollout_ref.rollout.multi_turn.enable:
+        ours = (key for key in sorted(typed) if key.startswith((f"{KEY}.", f"{AGENT}.")) and key != f"{KEY}.enable")
+        yield from (f"{key} has no effect without {KEY}.enable=true" for key in ours)

@@ -1,0 +1,282 @@
+"""Sessions through a flow: what is trained depends on neither ticks, nor the speed of tools, nor interruptions and restarts."""
+
+import random
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+import torch
+
+from trainer.agents.sessions.protocol import Finished, Journal, Part, SampledTurn, Task, Wanted
+from trainer.agents.sessions.saved_sessions import pack, unpack
+from trainer.agents.sessions.session_flow import COLUMNS, AgentSessions, Session, SessionFlow, agent_metrics
+from trainer.data.dataset import Prompt
+from workers.batch import Batch
+from workers.seeding import seed_of
+
+MOST = 40
+
+
+@dataclass
+class Script:
+    """A program whose number of turns and observations are drawn from its prompt: observations are three tokens of its own."""
+
+    journal: Journal
+    messages: int = 0
+
+    def answer(self) -> Wanted | Finished:
+        task, turns = self.journal.task, self.journal.turns
+        draw = random.Random(str(task.prompt))
+        ids = [seed_of("prompt", str(task.prompt)) % 50]
+        mask, log_probs, versions = [0], [0.0], [-1]
+        outcomes = list[list[int]]()
+        for turn in turns:
+            ids += turn.token_ids.tolist()
+            mask += [1] * len(turn.token_ids)
+            log_probs += turn.log_probs.tolist()
+            versions += turn.versions.tolist()
+            outcomes.append([seed_of("observed", len(outcomes), *ids) % 50 for _ in range(3)])
+            ids += outcomes[-1]
+            mask += [0] * 3
+            log_probs += [0.0] * 3
+            versions += [-1] * 3
+        left = MOST - len(ids)
+        new = outcomes[len(self.journal.outcomes) :]
+        if len(turns) == draw.randint(1, 4) or left <= 0:
+            columns = (np.array(ids), np.array(mask, bool), np.array(log_probs, np.float32), np.array(versions, np.int32))
+            metrics = {"turns": float(len(turns))}
+            return Finished(task.id, [Part(*columns, prompt_length=1)], True, None, {"n": len(turns)}, metrics, [], new)
+        return Wanted(task.id, seed_of("call", *ids), 0, np.array(ids), left, new)
+
+
+class Agents:
+    """Agent processes whose answers to a message take a drawn number of questions. calls: user code that ran."""
+
+    def __init__(self, seed: int = 0) -> None:
+        self.draw = random.Random(seed)
+        self.scripts: dict[int, Script] = {}
+        self.answers: dict[int, Wanted | Finished] = {}
+        self.calls = 0
+
+    def start(self, sessions: Sequence[Task | Journal]) -> None:
+        for one in sessions:
+            journal = one if isinstance(one, Journal) else Journal(one)
+            assert journal.task.id not in self.scripts
+            self.scripts[journal.task.id] = Script(deepcopy(journal))
+            self._answer(journal.task.id)
+
+    def reply(self, turns: Mapping[int, SampledTurn]) -> None:
+        for id, turn in turns.items():
+            assert id not in self.answers, "one message at a time"
+            self.scripts[id].journal.turns.append(turn)
+            self._answer(id)
+
+    def _answer(self, id: int) -> None:
+        answer = self.scripts[id].answer()
+        self.calls += len(answer.outcomes)
+        self.scripts[id].journal.outcomes += answer.outcomes
+        self.answers[id] = answer
+
+    def collect(self, wait: Collection[int]) -> list[Wanted | Finished]:
+        found = [self.answers.pop(id) for id in wait]
+        self.draw.shuffle(found)
+        return found
+
+    def ready(self) -> list[Wanted | Finished]:
+        return self.collect([id for id in self.answers if self.draw.random() < 0.5])
+
+    def journal(self, session: int) -> Journal:
+        return deepcopy(self.scripts[session].journal)
+
+
+@dataclass
+class Turns:
+    """A flow that samples ``step`` tokens of each request per tick; a token depends on seed and position alone. 0 ends a turn."""
+
+    requests: Callable[[Sequence[int]], Batch]
+    step: int
+    version: int = 0
+    admitted: list[tuple[int, ...]] = field(default_factory=list)
+    running: dict[int, tuple[Batch, list[int]]] = field(default_factory=dict)
+    new: list[int] = field(default_factory=list)
+    waiting: bool = False
+    has_lost: bool = False
+
+    @property
+    def unfinished(self) -> int:
+        return len(self.running) + len(self.new)
+
+    def admit(self, ids: Sequence[int], prompt_tokens: int) -> None:
+        self.admitted.append((*ids, prompt_tokens))
+        self.new += ids
+
+    def start(self) -> bool:
+        for id in self.new:
+            self.running[id] = self.requests([id]), []
+        self.new = []
+        return bool(self.running)
+
+    def wait(self) -> list[Batch]:
+        ended = []
+        for id, (request, tokens) in [*self.running.items()]:
+            begun, most = int(request.rows["begun"]), int(request.rows["max_tokens"])
+            for _ in range(self.step):
+                tokens.append(seed_of(int(request.rows["seed"]), begun + len(tokens)) % 12)
+                if tokens[-1] == 0 or begun + len(tokens) == most:
+                    ended.append(self._row(id, tokens, finished=int(tokens[-1] == 0)))
+                    del self.running[id]
+                    break
+        return [Batch.concat(ended)] if ended else []
+
+    def settle(self) -> list[Batch]:
+        return self.wait() if self.running else []
+
+    def suspend(self) -> tuple[list[Batch], list[Batch]]:
+        rows = [self._row(id, tokens, finished=0) for id, (_, tokens) in self.running.items()]
+        rows += [self._row(id, [], finished=0) for id in self.new]
+        self.running, self.new = {}, []
+        return [], rows
+
+    def _row(self, id: int, tokens: list[int], finished: int) -> Batch:
+        columns = (tokens, [-0.5 * token for token in tokens], [self.version] * len(tokens))
+        return Batch(
+            torch.tensor([len(tokens)]),
+            {name: torch.tensor(of, dtype=dtype) for (name, dtype), of in zip(COLUMNS.items(), columns, strict=True)},
+            {"id": torch.tensor([id]), "finished": torch.tensor([finished])},
+        )
+
+
+def new_session(sessions: AgentSessions, id: int) -> Session:
+    messages = [{"role": "user", "content": f"task {id // 2}"}]
+    return sessions.session(id, Prompt(id // 2, (1,), "", "", None, {}, messages), seed=id, greedy=False)
+
+
+def drive(flow: SessionFlow, ticks: int = 10**6) -> Iterator[Batch]:
+    """Finished sessions of at most ``ticks`` ticks."""
+    while ticks and flow.start():
+        yield from flow.wait()
+        ticks -= 1
+
+
+def trained(parts: Sequence[Batch]) -> list[tuple[int, list[int], list[float], list[float]]]:
+    """Rows by id, as lists."""
+    rows = Batch.concat(parts)
+    columns = [[one.tolist() for one in rows.split_rows(name)] for name in ("input_ids", "response_mask", "rollout_log_probs")]
+    return sorted(zip(rows.rows["id"].tolist(), *columns, strict=True))
+
+
+def run(n: int, *, step: int, in_step: bool = True, agents: Agents | None = None) -> tuple[list[Batch], Turns]:
+    agents = agents or Agents()
+    sessions = AgentSessions(agents, max_prompt=8, max_tokens=MOST)
+    of_id = {id: new_session(sessions, id) for id in range(n)}
+    made = list[Turns]()
+
+    def turns(requests: Callable[[Sequence[int]], Batch]) -> Turns:
+        made.append(Turns(requests, step))
+        return made[0]
+
+    flow = SessionFlow(agents, lambda ids: [of_id[id] for id in ids], turns, in_step=in_step)
+    for first in range(0, n, 2):
+        flow.admit(range(first, min(n, first + 2)), 1)
+    return [*drive(flow)], made[0]
+
+
+def test_rows_depend_on_neither_ticks_nor_the_speed_of_the_agents() -> None:
+    expected, _ = run(20, step=4)
+    assert [id for id, *_ in trained(expected)] == [*range(20)]
+    assert len({sum(mask) for _, _, mask, _ in trained(expected)}) > 5
+    for seed in range(6):
+        for step in (1, 3, 1000):
+            assert trained(run(20, step=step, agents=Agents(seed))[0]) == trained(expected)
+            assert trained(run(20, step=step, in_step=False, agents=Agents(seed))[0]) == trained(expected)
+
+
+def test_requests_enter_in_the_same_order_however_the_agents_answer() -> None:
+    admitted = [run(20, step=2, agents=Agents(seed))[1].admitted for seed in range(5)]
+    assert all(one == admitted[0] for one in admitted)
+    assert (0, 1, 1) in admitted[0], "first turns of a group share their prompt"
+
+
+def test_agents_work_while_the_engines_generate() -> None:
+    """An answer is taken a tick after the turn was given, unless the engines have nothing else to do."""
+    agents = Agents()
+    sessions = AgentSessions(agents, max_prompt=8, max_tokens=MOST)
+    of_id = {id: new_session(sessions, id) for id in range(8)}
+    flow = SessionFlow(agents, lambda ids: [of_id[id] for id in ids], lambda requests: Turns(requests, 1), in_step=True)
+    flow.admit([0, 1], 1)
+    assert flow.start() and not flow.wait() and of_id[0].wanted is not None
+    flow.admit([2, 3], 1)
+    overlapped = 0
+    while flow.start():
+        given = {id for id, one in of_id.items() if one.task.id in agents.answers}
+        overlapped += bool(given) and flow._runs
+        flow.wait()
+        assert not given & {id for id, one in of_id.items() if one.task.id in agents.answers}, "due at the end of this tick"
+    assert overlapped > 3
+
+
+@pytest.mark.parametrize("restarts", [False, True])
+def test_interrupted_sessions_continue_bitwise(restarts: bool) -> None:
+    """Suspended at any tick, as between two steps; with restarts also from the arrays of a checkpoint, in new processes."""
+    expected = trained(run(12, step=4)[0])
+    for seed in range(25):
+        draw, agents = random.Random(seed), Agents(seed)
+        sessions = AgentSessions(agents, max_prompt=8, max_tokens=MOST)
+        of_id: dict[int, Session | Batch] = {id: new_session(sessions, id) for id in range(12)}
+        finished, n_calls, version = list[Batch](), 0, 0
+        while any(isinstance(one, Session) for one in of_id.values()):
+
+            def turns(requests: Callable[[Sequence[int]], Batch], version: int = version) -> Turns:
+                return Turns(requests, 2, version)
+
+            flow = SessionFlow(
+                agents, lambda ids: [one for id in ids if isinstance(one := of_id[id], Session)], turns, in_step=True
+            )
+            for id, one in of_id.items():
+                if isinstance(one, Session):
+                    flow.admit([id], 1)
+            ended = [*drive(flow, draw.randint(1, 4))]
+            ended += flow.suspend()[0]
+            for part in ended:
+                for row, id in enumerate(part.rows["id"].tolist()):
+                    of_id[id] = part.select([row])
+            version += 1
+            if restarts:
+                open_ones = [agents.journal(one.task.id) if isinstance(one, Session) else None for one in of_id.values()]
+                arrays = pack([*of_id.values()], open_ones)
+                n_calls, agents = n_calls + agents.calls, Agents(seed + 100)
+                agents.calls = 0
+                sessions = AgentSessions(agents, max_prompt=8, max_tokens=MOST)
+                found = unpack(arrays, [new_session(sessions, id) for id in of_id])
+                of_id = {id: one for id, one in zip(of_id, found, strict=True) if one is not None}
+        finished = [one for one in of_id.values() if isinstance(one, Batch)]
+        assert trained(finished) == expected
+        versions = Batch.concat(finished).tokens["weight_version"]
+        assert versions.max() > 1, "tokens of several versions"
+        n_turns = sum(one.objects["session"][0]["extra"]["n"] for one in finished)
+        assert n_calls + agents.calls == n_turns, "no user code ran twice"
+
+
+def test_call_of_another_prompt_discards_what_was_sampled() -> None:
+    """An environment that cannot be repeated begins again: its interrupted turn belongs to another prompt."""
+    sessions = AgentSessions(Agents(), max_prompt=8, max_tokens=MOST)
+    one = new_session(sessions, 0)
+    one.partial = {name: torch.ones(3, dtype=dtype) for name, dtype in COLUMNS.items()}
+    one.interrupted = (5, 0)
+    one.resumed(Wanted(one.task.id, 5, 0, np.array([1]), 9))
+    assert len(one.partial["input_ids"]) == 3
+    one.interrupted = (5, 0)
+    one.resumed(Wanted(one.task.id, 6, 0, np.array([1]), 9))
+    assert len(one.partial["input_ids"]) == 0
+
+
+def test_prompt_without_messages_is_refused() -> None:
+    with pytest.raises(ValueError, match="row 4: its prompt is a text"):
+        AgentSessions(Agents(), max_prompt=8, max_tokens=MOST).session(0, Prompt(4, (1,), "", "", None, {}, "text"), 0, False)
+
+
+def test_metrics_are_means_over_sessions() -> None:
+    found = agent_metrics([{"metrics": {"turns": 2.0, "tool/add/calls": 3.0}}, {"metrics": {"turns": 4.0}}])
+    assert found == {"agents/turns": 3.0, "agents/turns/max": 4.0, "agents/tool/add/calls": 1.5}
