@@ -1,7 +1,7 @@
 """Agent process: runs its sessions in one event loop; messages come and go in batches over a socket.
 
-A batch is a length (8 bytes) and a pickle. From the pool, after the AgentSetup, it is a list of
-("start", number, (Journal, died)), ("turn", number, SampledTurn) and ("stop", number, None). Answers, after one that is None (ready) or an error of the setup, are
+A batch is a length (8 bytes) and a pickle. The pool sends the AgentSetup, then lists of ("start", number, (Journal, died)),
+("turn", number, SampledTurn) and ("stop", number, None). The process sends None (ready) or an error of the setup, then
 (threads left behind, [(number, turns answered, message)]), where a message is Wanted, Finished, None (stopped) or an exception.
 Numbers belong to a start of a session, so that nothing is taken for an answer of an earlier start.
 """
