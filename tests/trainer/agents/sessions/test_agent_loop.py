@@ -1,6 +1,7 @@
 """Tool loops: verl's rules for turns and budgets, exact rows, journals that repeat a session without user code."""
 
 import copy
+import dataclasses
 import json
 import sys
 from pathlib import Path
@@ -21,6 +22,7 @@ from tests.trainer.agents.sessions.scripted import (
     setup,
     task,
 )  # fmt: skip
+from trainer.agents.messages import parsed
 from trainer.agents.sessions.agent_loop import AgentKit, SessionRefused
 from trainer.agents.sessions.protocol import Finished, Journal, SampledTurn, Wanted
 
@@ -54,7 +56,7 @@ def test_a_conversation_with_calls_is_one_exact_row(tmp_path: Path) -> None:
     assert part.input_ids[part.response_mask].tolist() == [id for turn in turns for id in turn.token_ids.tolist()]
     assert np.array_equal(part.rollout_log_probs[part.response_mask], np.concatenate([turn.log_probs for turn in turns]))
     schemas = [tool.schema for tool in kit.tools]
-    assert text(found) == QWEN25.seams.render(found.messages, schemas, prompt=False).removesuffix("\n")
+    assert text(found) == QWEN25.seams.render(parsed(found.messages), schemas, prompt=False).removesuffix("\n")
     assert part.prompt_length == np.flatnonzero(part.response_mask)[0]
     assert found.finished and found.reward is None
     # Three turns of tools, four of the model, and the first prompt. Rewards of calls that ran.
@@ -63,7 +65,8 @@ def test_a_conversation_with_calls_is_one_exact_row(tmp_path: Path) -> None:
     observed = len(part.input_ids) - part.prompt_length - part.response_mask.sum()
     assert counts == {
         "turns": 4, "tokens/sampled": part.response_mask.sum(), "tokens/observed": observed,
-        "tool/add/calls": 2, "tool/add/errors": 1, "tool/later/calls": 1, "tool/later/errors": 0, "calls/ok": 2, "calls/arguments": 1, "calls/malformed": 1,
+        "tool/add/calls": 2, "tool/add/errors": 1, "tool/later/calls": 1, "tool/later/errors": 0, "calls/ok": 2, "calls/arguments": 1,
+        "calls/malformed": 1,
         "calls/malformed/json": 1,
     }  # fmt: skip
 
@@ -118,8 +121,10 @@ def test_a_prompt_that_is_too_long_or_refused_is_an_error_of_the_run(tmp_path: P
     assert finish(kit, "end", max_prompt=n).finished
     with pytest.raises(SessionRefused, match=rf"^data.max_prompt_length={n - 1}: a prompt has {n} tokens with its tools [^\n]*$"):
         finish(kit, "end", max_prompt=n - 1)
-    with pytest.raises(SessionRefused, match=r"^the chat template rejects it: [^\n]*$"):
-        finish(kit, "end", prompt=[{"role": "user", "content": {"a": 1}}])
+    tokenizer = copy.deepcopy(QWEN25.tokenizer)
+    tokenizer.chat_template = "{{ raise_exception('no') }}"
+    with pytest.raises(SessionRefused, match=r"^the chat template rejects it: no; [^\n]*$"):
+        finish(AgentKit(dataclasses.replace(setup(tmp_path), tokenizer=tokenizer)), "end")
     with pytest.raises(ValueError, match=r"default_agent_loop=none: no such loop; use tool_agent, single_turn_agent, or path"):
         AgentKit(setup(tmp_path, loop="none"))
 
@@ -141,7 +146,7 @@ def test_a_simulated_user_replies_until_the_end(tmp_path: Path) -> None:
         "rollout_reward_scores": {"user_turn_rewards": [1.0, 0.5, 0.0]},
     }  # fmt: skip
     failed = finish(kit, *lines, extra_info={"interaction_kwargs": {"patience": 8}})
-    assert failed.extra["error"] == "interaction teacher: ValueError: no user" and failed.metrics["turns"] == 1
+    assert failed.extra["error"] == "interaction teacher: ValueError: no user (user.py:15)" and failed.metrics["turns"] == 1
     with pytest.raises(
         SessionRefused, match=r"interaction_kwargs.name=nobody in data source test: .* has teacher$".replace("nobody", "x")
     ):
@@ -197,8 +202,8 @@ def test_a_loop_of_the_user_runs_and_its_exceptions_end_its_session_alone(tmp_pa
     assert isinstance(found, Finished) and (found.reward, found.extra, found.finished) == (0.5, {"length": 3}, True)
     assert facts(found) == facts(converse(kit, journal, script({})))  # type: ignore[arg-type]
     raised, wrong = finish(kit, "raise"), finish(kit, "text")
-    assert raised.extra == {"error": "KeyError: 'own'"} and not raised.finished and raised.parts[0].response_mask.any()
-    assert wrong.extra == {"error": "ValueError: the reward is 'high', not a finite number"}
+    assert raised.extra == {"error": "KeyError: 'own' (own.py:8)"} and not raised.finished and raised.parts[0].response_mask.any()
+    assert wrong.extra["error"].startswith("ValueError: the reward is 'high', not a finite number")
     with pytest.raises(SessionRefused, match=r"data.max_prompt_length=1:"):
         finish(kit, "one", max_prompt=1)
 
