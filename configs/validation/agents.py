@@ -3,22 +3,33 @@
 from collections.abc import Collection, Iterator
 
 from configs.reward_models import reward_models
+from configs.schema.agents import MultiTurnConfig
 from configs.schema.ppo import PPOConfig
 from configs.validation.rollout import ROLLOUT
 
 KEY, AGENT = f"{ROLLOUT}.multi_turn", f"{ROLLOUT}.agent"
 
 
-def agent_problems(config: PPOConfig) -> Iterator[str]:
-    """Problems of multi_turn and agent."""
-    rollout = config.actor_rollout_ref.rollout
-    turns, loop = rollout.multi_turn, rollout.agent.default_agent_loop
-    sources = {
+LOOPS = ("tool_agent", "single_turn_agent")
+
+
+def _sources(turns: MultiTurnConfig) -> dict[str, str | None]:
+    """Where the messages between the model's turns come from, by key."""
+    return {
         "tool_config_path": turns.tool_config_path,
         "function_tool_path": turns.function_tool_path,
         "interaction_config_path": turns.interaction_config_path,
         "environment": turns.environment,
     }
+
+
+def agent_problems(config: PPOConfig) -> Iterator[str]:
+    """Problems of multi_turn and agent."""
+    rollout = config.actor_rollout_ref.rollout
+    turns, loop = rollout.multi_turn, rollout.agent.default_agent_loop
+    sources = _sources(turns)
+    if loop is not None and loop not in LOOPS and ":" not in loop:
+        yield f"{AGENT}.default_agent_loop={loop}: no such loop; use {', '.join(LOOPS)}, or FILE.py:FUNCTION"
     if not turns.enable:
         for name, value in sources.items():
             if value is not None:
@@ -26,11 +37,6 @@ def agent_problems(config: PPOConfig) -> Iterator[str]:
         if loop not in (None, "single_turn_agent"):
             yield f"{AGENT}.default_agent_loop={loop}: it is used with {KEY}.enable=true only; set it, or leave it out"
         return
-    if loop is None and not any(sources.values()):
-        yield (
-            f"{KEY}.enable=true: there is nobody to talk to; set {', '.join(sources)} or {AGENT}.default_agent_loop, "
-            "or enable=false"
-        )
     others = [name for name, value in sources.items() if value is not None and name != "environment"]
     if turns.environment is not None and others:
         yield f"{KEY}.environment={turns.environment}: an environment has its own tools and messages; leave {', '.join(others)} out"
@@ -43,6 +49,9 @@ def agent_problems(config: PPOConfig) -> Iterator[str]:
 
 def agent_notes(config: PPOConfig, typed: Collection[str]) -> Iterator[str]:
     """Options of conversations that have no effect."""
-    if not config.actor_rollout_ref.rollout.multi_turn.enable:
+    turns, loop = config.actor_rollout_ref.rollout.multi_turn, config.actor_rollout_ref.rollout.agent.default_agent_loop
+    if turns.enable and loop is None and not any(_sources(turns).values()):
+        yield f"{KEY}.enable=true: there are neither tools nor an interaction or environment, so conversations have a single turn"
+    if not turns.enable:
         ours = (key for key in sorted(typed) if key.startswith((f"{KEY}.", f"{AGENT}.")) and key != f"{KEY}.enable")
         yield from (f"{key} has no effect without {KEY}.enable=true" for key in ours)

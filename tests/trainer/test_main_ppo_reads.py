@@ -154,7 +154,7 @@ def score_responses() -> None:
 def start_scoring_process(patch: pytest.MonkeyPatch) -> None:
     """In this process, so that its limits are recorded and not set."""
     limits: list[int] = []
-    patch.setattr(worker, "_limit_memory", limits.append)
+    patch.setattr(worker, "limit_memory", limits.append)
     patch.setattr(worker, "die_with_parent", lambda parent: None)
     actual, expected = socket.socketpair()
     actual.sendall(pickle.dumps((config_of("reward.memory_limit_mb=3").reward, 1)))

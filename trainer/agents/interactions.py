@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
@@ -74,6 +75,12 @@ class InteractionSession:
             except (UserCodeError, TypeError, ValueError) as error:
                 self.error = f"interaction {self.interaction.name}: {error}"
         return UserReply(True, "", None, self.error)
+
+    async def repeat(self, messages: Sequence[Message]) -> None:
+        """Bring the interaction to the state after a reply that is known."""
+        if self.error is None:
+            with suppress(UserCodeError):  # as with the reply itself, which is known
+                await self._call(self.interaction.generate_response, deepcopy([*messages]))
 
     async def __aenter__(self) -> InteractionSession:
         try:

@@ -8,8 +8,10 @@ replaced when a tool takes the process with it.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -42,7 +44,7 @@ class ToolLimits:
 class ToolResult:
     """Result of a call. text: for the model, truncated. status: "ok", or what went wrong; text then says it.
 
-    "excess": more calls than max_parallel_calls.
+    "excess": more calls than max_parallel_calls. seconds: in user code.
     """
 
     id: str
@@ -51,6 +53,7 @@ class ToolResult:
     text: str
     reward: float = 0.0
     metrics: Mapping[str, float] = field(default_factory=dict)
+    seconds: float = field(default=0.0, compare=False)
 
     def message(self) -> Message:
         """The result as a message of OpenAI's chat completions."""
@@ -108,10 +111,29 @@ class ToolBox:
         runnable = [i for i, call in enumerate(calls) if isinstance(call, ToolCall)]
         excess = {*runnable[self.limits.max_parallel_calls :]}
         results = await asyncio.gather(*(self._one(call, i in excess) for i, call in enumerate(calls)))
+        self._count(calls, results)
+        return results
+
+    async def repeat(
+        self, calls: Sequence[ToolCall | MalformedCall], results: Sequence[ToolResult], messages: Sequence[Message] = ()
+    ) -> None:
+        """Bring the tools to the state after a turn whose results are known: run again only what changes an instance."""
+        self.data.messages = deepcopy([*messages])
+        await asyncio.gather(*(self._again(call, result) for call, result in zip(calls, results, strict=True)))
+        self._count(calls, results)
+
+    async def _again(self, call: ToolCall | MalformedCall, result: ToolResult) -> None:
+        # A call that exceeded its time would do so again, and left no defined state.
+        if isinstance(call, MalformedCall) or result.status not in ("ok", "error") or call.name in self._failed:
+            return
+        if isinstance(tool := self._tools[call.name], StatefulTool):
+            with suppress(UserCodeError):  # counted by its result
+                await self._execute(tool, call.arguments)
+
+    def _count(self, calls: Sequence[ToolCall | MalformedCall], results: Sequence[ToolResult]) -> None:
         self.counts.update(result.status for result in results)
         self.counts.update(f"malformed/{call.kind}" for call in calls if isinstance(call, MalformedCall))
         self.data.tool_rewards += [result.reward for result in results if result.status == "ok"]
-        return results
 
     async def _one(self, call: ToolCall | MalformedCall, excess: bool) -> ToolResult:
         if isinstance(call, MalformedCall):
@@ -127,11 +149,14 @@ class ToolBox:
             return self._error(call.id, call.name, "arguments", f"wrong arguments for {call.name}: {wrong}")
         if call.name in self._failed:
             return self._error(call.id, call.name, "error", self._failed[call.name])
+        start = time.monotonic()
         try:
             output = await self._execute(tool, call.arguments)
         except UserCodeError as error:
-            return self._error(call.id, call.name, "timeout" if error.late else "error", f"{call.name} failed: {error}")
-        return ToolResult(call.id, call.name, "ok", self._shown(output.text), output.reward, output.metrics)
+            status: Status = "timeout" if error.late else "error"
+            return self._error(call.id, call.name, status, f"{call.name} failed: {error}", time.monotonic() - start)
+        text, seconds = self._shown(output.text), time.monotonic() - start
+        return ToolResult(call.id, call.name, "ok", text, output.reward, output.metrics, seconds)
 
     async def _execute(self, tool: AnyTool, arguments: Mapping[str, Any]) -> ToolOutput:
         seconds = self.limits.seconds
@@ -140,8 +165,8 @@ class ToolBox:
         kwargs = {**self._kwargs(tool, "execute"), "agent_data": self.data}
         return await self._loop.run(tool.execute, self._instances[tool.name], dict(arguments), kwargs, seconds=seconds)
 
-    def _error(self, id: str, name: str, status: Status, text: str) -> ToolResult:
-        return ToolResult(id, name, status, self._shown(f"Error: {text}"))
+    def _error(self, id: str, name: str, status: Status, text: str, seconds: float = 0.0) -> ToolResult:
+        return ToolResult(id, name, status, self._shown(f"Error: {text}"), seconds=seconds)
 
     def _shown(self, text: str) -> str:
         # Tools may return halves of surrogate pairs, which no tokenizer takes.

@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import json
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, chain
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal, Protocol
 
 import numpy as np
 
@@ -23,9 +23,6 @@ from trainer.agents.messages import THINKING, Message, call_ids, canonical, diff
 from trainer.data.encoding import Refused
 from trainer.data.seam import Break, Seams, appended
 from workers.seeding import seed_of
-
-if TYPE_CHECKING:
-    from workers.rollout.base import Completion
 
 ROOT = -1
 
@@ -86,6 +83,19 @@ class Row:
     response_mask: np.ndarray
     rollout_log_probs: np.ndarray
     weight_version: np.ndarray
+
+
+class Sampled(Protocol):
+    """A sampled turn, as workers.rollout.base.Completion: its tokens, and of each its log-prob and version."""
+
+    @property
+    def token_ids(self) -> Collection[int]: ...
+    @property
+    def log_probs(self) -> Collection[float]: ...
+    @property
+    def versions(self) -> Collection[int]: ...
+    @property
+    def finish_reason(self) -> str: ...
 
 
 class BrokenConversation(ValueError):
@@ -149,7 +159,7 @@ class ConversationTree:
         node = self._by_name[name]
         return Call(node, key, self._calls[key] - 1, tuple(chain.from_iterable(self.nodes[i].ids for i in self.path(node))))
 
-    def record(self, call: Call, completion: Completion, message: Mapping[str, Any]) -> int:
+    def record(self, call: Call, completion: Sampled, message: Mapping[str, Any]) -> int:
         """Add the turn that was sampled for a call; returns its node.
 
         completion: the whole response, with its stop token. message: the assistant's message parsed from it, as the program gets
@@ -166,10 +176,11 @@ class ConversationTree:
             raise ValueError(f"the response to call {call.ordinal} of key {call.key} is already recorded")
         text = canonical(new)
         prefix = seed_of(before.prefix, text)
+        ids, versions = [*map(int, completion.token_ids)], [*map(int, completion.versions)]  # of arrays too
         node = Node(
             parent=call.node, role="assistant", name=name, prefix=prefix, n_messages=before.n_messages + 1, turn=before.turn + 1,
-            messages=[new], tools=before.tools, ids=[*completion.token_ids], ordinal=call.ordinal,
-            log_probs=[*completion.log_probs], versions=[*completion.versions], truncated=completion.finish_reason != "stop",
+            messages=[new], tools=before.tools, ids=ids, ordinal=call.ordinal,
+            log_probs=[*map(float, completion.log_probs)], versions=versions, truncated=completion.finish_reason != "stop",
         )  # fmt: skip
         self._ending[prefix].append(len(self.nodes))
         self._after[before.prefix].append(len(self.nodes))

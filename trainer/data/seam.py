@@ -94,6 +94,10 @@ class Seams:
         """Token ids of rendered text; templates write special tokens themselves."""
         return token_ids(self.tokenizer, [text], special=False)[0].tolist()
 
+    def text(self, ids: list[int]) -> str:
+        """Text of token ids, with special tokens and exactly as the tokens spell it."""
+        return str(self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
     def _decode(self, number: int) -> str:
         return str(self.tokenizer.decode([number]))
 

@@ -1,8 +1,9 @@
-"""Environment variables and import path of the processes that are started from this one."""
+"""Environment variables, import path and memory limit of the processes that are started from this one."""
 
 from __future__ import annotations
 
 import os
+import resource
 import sys
 import sysconfig
 from collections.abc import Iterator, Mapping
@@ -27,3 +28,11 @@ def set_environment(environment: Mapping[str, str]) -> Iterator[None]:
         # Restore everything, not only the given variables: the block may have set others.
         os.environ.clear()
         os.environ.update(before)
+
+
+def limit_memory(size: int) -> None:
+    """Limit this process's data segment to ``size`` bytes: user code fails with MemoryError before the machine runs out."""
+    # RLIMIT_DATA rather than RLIMIT_AS: libraries reserve large address ranges that they never touch.
+    hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
+    bound = size if hard == resource.RLIM_INFINITY else min(size, hard)
+    resource.setrlimit(resource.RLIMIT_DATA, (bound, hard))

@@ -5,8 +5,9 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import subprocess
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -78,3 +79,11 @@ def die_with_parent(parent: int) -> None:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
     if os.getppid() != parent:  # it ended before prctl took effect
         os._exit(1)
+
+
+def kill_group(process: subprocess.Popen[bytes]) -> str:
+    """Kill a process that leads a session, and everything it started in it; return how it ended."""
+    with suppress(ProcessLookupError):  # all processes of the group have exited
+        os.killpg(process.pid, signal.SIGKILL)
+    code = process.wait()
+    return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"

@@ -7,11 +7,12 @@ has finished. So the controller knows at any time whose turn it is, and a tick w
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from workers.rollout.base import FinishReason
+if TYPE_CHECKING:  # it imports torch, which agent processes do without
+    from workers.rollout.base import FinishReason
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +80,8 @@ class Finished:
 
     finished: whether the last turn ended by itself (not truncated, and not ended by a limit). reward: of an environment or an
     agent loop that scores its sessions; None: the reward function scores it. extra: what the reward function gets in
-    extra_info besides the data set's (num_turns, tool_rewards, turn_scores ...), JSON. metrics: numbers of this session.
-    messages: the whole conversation, JSON, for reports. outcomes: as in ``Wanted``.
+    extra_info besides the data set's (num_turns, tool_rewards, turn_scores ...), JSON; error: why the session ended early.
+    metrics: numbers of this session. messages: the whole conversation, JSON, for reports. outcomes: as in ``Wanted``.
     """
 
     id: int

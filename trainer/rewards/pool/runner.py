@@ -13,14 +13,13 @@ import json
 import os
 import pickle
 import selectors
-import signal
 import socket
 import subprocess
 import sys
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence, Sized
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import islice
 from math import inf
@@ -31,6 +30,7 @@ from trainer.rewards.pool.worker import check_file, resolve
 from trainer.rewards.rules.reward_registry import check_data_sources, may_ask_judge, scores_by_source, with_own_function
 from trainer.rewards.sandbox.forkserver import close_fork_servers
 from trainer.rewards.scoring import Response, Score, ScoreFunction, ScoringProgress, score_all
+from workers.controller.stop import kill_group
 
 _START_LIMIT = 120.0
 """Seconds until a process must be ready: the user's module may import a lot."""
@@ -310,7 +310,4 @@ class _Process:
     def kill(self) -> str:
         """Kill the process and everything it started; return how it ended."""
         self.connection.close()
-        with suppress(ProcessLookupError):  # all processes of the group have exited
-            os.killpg(self._popen.pid, signal.SIGKILL)
-        code = self._popen.wait()
-        return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        return kill_group(self._popen)

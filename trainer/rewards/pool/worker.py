@@ -4,7 +4,6 @@ import inspect
 import json
 import os
 import pickle
-import resource
 import socket
 from collections.abc import Mapping
 from contextlib import suppress
@@ -15,6 +14,7 @@ from configs.schema.ppo import ScoringConfig
 from trainer.rewards.rules.reward_registry import built_in
 from trainer.rewards.scoring import ARGUMENTS, BATCH_ARGUMENTS, ScoreFunction, score_all, takes_batches
 from trainer.run import user_code
+from workers.controller.environment import limit_memory
 from workers.controller.stacks import enable_stack_reports
 from workers.controller.stop import die_with_parent
 
@@ -46,7 +46,7 @@ def main(fd: int, parent: int) -> None:
         try:
             config, threads = pickle.load(stream)
             if config.memory_limit_mb is not None:
-                _limit_memory(config.memory_limit_mb << 20)
+                limit_memory(config.memory_limit_mb << 20)
             function = resolve(config)
         except ValueError as error:
             send(str(error))
@@ -55,14 +55,6 @@ def main(fd: int, parent: int) -> None:
         while True:
             for score in score_all(function, pickle.load(stream), threads):
                 send((score.value, score.extra, score.error))
-
-
-def _limit_memory(size: int) -> None:
-    """Limit the data segment to ``size`` bytes, so that one response fails with MemoryError before the machine runs out."""
-    # RLIMIT_DATA rather than RLIMIT_AS: libraries reserve large address ranges that they never touch.
-    hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
-    bound = size if hard == resource.RLIM_INFINITY else min(size, hard)
-    resource.setrlimit(resource.RLIMIT_DATA, (bound, hard))
 
 
 _KEY = "reward.custom_reward_function"

@@ -1,0 +1,277 @@
+"""Tool loops: verl's rules for turns and budgets, exact rows, journals that repeat a session without user code."""
+
+import copy
+import dataclasses
+import json
+import sys
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.trainer.agents.families import QWEN3, QWEN25
+from tests.trainer.agents.sessions.scripted import (
+    Model,
+    call,
+    converse,
+    facts,
+    sampled,
+    script,
+    setup,
+    task,
+)  # fmt: skip
+from trainer.agents.messages import parsed
+from trainer.agents.sessions.agent_loop import AgentKit, SessionRefused
+from trainer.agents.sessions.protocol import Finished, Journal, SampledTurn, Wanted
+
+
+def finish(kit: AgentKit, *lines: str, model: Model | None = None, **changes: Any) -> Finished:
+    found = converse(kit, Journal(task(**changes)), model or script({0: [*lines]}))
+    assert isinstance(found, Finished)
+    return found
+
+
+def roles(finished: Finished) -> list[str]:
+    return [message["role"] for message in finished.messages]
+
+
+def text(finished: Finished, part: int = 0) -> str:
+    return str(QWEN25.tokenizer.decode(finished.parts[part].input_ids.tolist()))
+
+
+def test_a_conversation_with_calls_is_one_exact_row(tmp_path: Path) -> None:
+    kit, turns = AgentKit(setup(tmp_path, "tools")), list[SampledTurn]()
+    lines = [f"ab\n{call('add', a=1, b=2)}\n{call('later', text='hi')}", call("add", a="x"), "<tool_call>{", "3"]
+
+    def model(wanted: Wanted, turn: int) -> SampledTurn:
+        turns.append(sampled(wanted, lines[turn]))
+        return turns[-1]
+
+    found = finish(kit, model=model)
+    (part,) = found.parts
+    assert roles(found) == ["user", *["assistant", "tool", "tool"], *["assistant", "tool"] * 2, "assistant"]
+    # Only what the template writes around the sampled ids is added, and only sampled ids are trained, each once.
+    assert part.input_ids[part.response_mask].tolist() == [id for turn in turns for id in turn.token_ids.tolist()]
+    assert np.array_equal(part.rollout_log_probs[part.response_mask], np.concatenate([turn.log_probs for turn in turns]))
+    schemas = [tool.schema for tool in kit.tools]
+    assert text(found) == QWEN25.seams.render(parsed(found.messages), schemas, prompt=False).removesuffix("\n")
+    assert part.prompt_length == np.flatnonzero(part.response_mask)[0]
+    assert found.finished and found.reward is None
+    # Three turns of tools, four of the model, and the first prompt. Rewards of calls that ran.
+    assert found.extra == {"num_turns": 8, "tool_rewards": [0.25, 0.0], "turn_scores": [], "rollout_reward_scores": {}}
+    counts = {name: value for name, value in found.metrics.items() if not name.endswith("seconds")}
+    observed = len(part.input_ids) - part.prompt_length - part.response_mask.sum()
+    assert counts == {
+        "turns": 4, "tokens/sampled": part.response_mask.sum(), "tokens/observed": observed,
+        "tool/add/calls": 2, "tool/add/errors": 1, "tool/later/calls": 1, "tool/later/errors": 0, "calls/ok": 2, "calls/arguments": 1,
+        "calls/malformed": 1,
+        "calls/malformed/json": 1,
+    }  # fmt: skip
+
+
+def test_unfinished_turns_and_limits_end_a_session(tmp_path: Path) -> None:
+    plain = AgentKit(setup(tmp_path, "tools"))
+    add = call("add", a=1)
+    truncated = finish(plain, model=lambda wanted, turn: sampled(wanted, add, reason="length"))
+    assert not truncated.finished and roles(truncated) == ["user", "assistant"]
+    for changes, lines, expected, ended in [
+        ({"max_assistant_turns": 2}, [add] * 5, 2, False),
+        ({"max_assistant_turns": 2}, [add, "end"], 2, True),
+        ({"max_user_turns": 1}, [add] * 5, 2, False),
+        ({"max_parallel_calls": 1}, [add * 3, "end"], 2, True),
+    ]:
+        found = finish(AgentKit(setup(tmp_path, "tools", **changes)), *lines)
+        assert (found.metrics["turns"], found.finished) == (expected, ended)
+    assert found.metrics["calls/excess"] == 2 and found.metrics["tool/add/calls"] == 1
+
+
+def test_the_budget_counts_sampled_and_observed_tokens(tmp_path: Path) -> None:
+    kit, lines = AgentKit(setup(tmp_path, "tools")), [call("add", a=1), call("later", text="ab " * 9), "end"]
+    whole = finish(kit, *lines)
+    (part,) = whole.parts
+    longest = len(part.input_ids) - part.prompt_length
+    ends = np.flatnonzero(np.diff(part.response_mask.astype(int)) == -1) + 1 - part.prompt_length
+    starts = np.flatnonzero(np.diff(part.response_mask.astype(int)) == 1)[1:] + 1 - part.prompt_length
+    asked: list[Wanted] = []
+
+    def model(wanted: Wanted, turn: int) -> SampledTurn:
+        asked.append(wanted)
+        return sampled(wanted, lines[turn])
+
+    for budget in range(1, longest + 1):
+        asked.clear()
+        found = finish(kit, model=model, max_tokens=budget)
+        (short,) = found.parts
+        n = len(short.input_ids) - short.prompt_length
+        assert short.input_ids.tolist() == part.input_ids[: len(short.input_ids)].tolist() and n <= budget
+        assert short.response_mask[-1]  # what no turn follows is no part of the row
+        for wanted in asked:
+            assert wanted.max_tokens == budget - (len(wanted.prompt_ids) - short.prompt_length) > 0
+        # An observation that leaves no room for a token is left out; otherwise every token of the budget is used.
+        within = [end for end, start in zip(ends, starts, strict=True) if end <= budget <= start]
+        assert n == (within[0] if within else budget)
+        assert found.finished == (budget == longest)
+
+
+def test_a_prompt_that_is_too_long_or_refused_is_an_error_of_the_run(tmp_path: Path) -> None:
+    kit = AgentKit(setup(tmp_path, "tools"))
+    n = finish(kit, "end").parts[0].prompt_length
+    assert finish(kit, "end", max_prompt=n).finished
+    with pytest.raises(SessionRefused, match=rf"^data.max_prompt_length={n - 1}: a prompt has {n} tokens with its tools [^\n]*$"):
+        finish(kit, "end", max_prompt=n - 1)
+    tokenizer = copy.deepcopy(QWEN25.tokenizer)
+    tokenizer.chat_template = "{{ raise_exception('no') }}"
+    with pytest.raises(SessionRefused, match=r"^the chat template rejects it: no; [^\n]*$"):
+        finish(AgentKit(dataclasses.replace(setup(tmp_path), tokenizer=tokenizer)), "end")
+    with pytest.raises(ValueError, match=r"default_agent_loop=none: no such loop; use tool_agent, single_turn_agent, or path"):
+        AgentKit(setup(tmp_path, loop="none"))
+
+
+def test_a_single_turn_has_neither_tools_nor_calls(tmp_path: Path) -> None:
+    found = finish(AgentKit(setup(tmp_path, "tools", "user")), call("add", a=1), agent="single_turn_agent")
+    assert roles(found) == ["user", "assistant"] and found.finished and found.extra == {"num_turns": 2}
+    assert "add" not in QWEN25.tokenizer.decode(found.parts[0].input_ids[: found.parts[0].prompt_length].tolist())
+
+
+def test_a_simulated_user_replies_until_the_end(tmp_path: Path) -> None:
+    kit = AgentKit(setup(tmp_path, "tools", "user"))
+    lines = ["one", call("add", a=4), "two", "three"]
+    info = {"interaction_kwargs": {"name": "teacher", "patience": 3}}
+    found = finish(kit, *lines, extra_info=info)
+    assert roles(found) == ["user", "assistant", "user", "assistant", "tool", "assistant", "user", "assistant", "user"]
+    assert found.finished and found.extra == {
+        "num_turns": 9, "tool_rewards": [1.0], "turn_scores": [1.0, 0.5, 0.0],
+        "rollout_reward_scores": {"user_turn_rewards": [1.0, 0.5, 0.0]},
+    }  # fmt: skip
+    failed = finish(kit, *lines, extra_info={"interaction_kwargs": {"patience": 8}})
+    assert failed.extra["error"] == "interaction teacher: ValueError: no user (user.py:15)" and failed.metrics["turns"] == 1
+    with pytest.raises(
+        SessionRefused, match=r"interaction_kwargs.name=nobody in data source test: .* has teacher$".replace("nobody", "x")
+    ):
+        finish(kit, extra_info={"interaction_kwargs": {"name": "x"}})
+
+
+def test_tools_kwargs_reach_the_instance_and_its_reward_the_reward_function(tmp_path: Path) -> None:
+    info = {"tools_kwargs": {"count": {"create_kwargs": {"start": 6}}}}
+    found = finish(AgentKit(setup(tmp_path, "stateful")), call("count", by=2), extra_info=info)
+    assert found.messages[2]["content"] == "sum 8" and found.extra["rollout_reward_scores"] == {"count": 1.0}
+
+
+def test_a_template_that_drops_thinking_splits_the_session(tmp_path: Path) -> None:
+    kit = AgentKit(setup(tmp_path, "user", family=QWEN3))
+    lines = ["<think>\nab\n</think>\n\none", "<think>\nba\n</think>\n\ntwo"]
+    found = finish(kit, model=lambda wanted, turn: sampled(wanted, lines[turn], family=QWEN3))
+    assert len(found.parts) == 2 and found.metrics["breaks/template"] == 1
+    assert sum(part.response_mask.sum() for part in found.parts) == found.metrics["tokens/sampled"]
+    assert [message.get("reasoning_content") for message in found.messages] == [None, "ab", None, "ba", None]
+    with pytest.raises(SessionRefused, match=r"^on_break=refuse: "):
+        kit = AgentKit(setup(tmp_path, "user", family=QWEN3, on_break="refuse"))
+        finish(kit, model=lambda wanted, turn: sampled(wanted, lines[turn], family=QWEN3))
+
+
+OWN = """
+import asyncio
+
+async def run(session):
+    assert asyncio.get_running_loop() is not session._home
+    first = await session.sample()
+    if first.message["content"] == "raise":
+        raise KeyError("own")
+    if first.message["content"] == "text":
+        return "high"
+    async def number():
+        return [3]
+    async def nothing(found):
+        pass
+    (length,) = await session.outcome(number, nothing)
+    session.messages.append({"role": "user", "content": "more"})
+    await session.sample()
+    session.finished = True
+    session.extra["length"] = length
+    return 0.5
+"""
+
+
+def test_a_loop_of_the_user_runs_and_its_exceptions_end_its_session_alone(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(OWN)
+    kit = AgentKit(setup(tmp_path, loop=f"{tmp_path}/own.py:run"))
+    journal = Journal(task())
+    found = converse(kit, journal, script({0: ["one", "two"]}))
+    assert isinstance(found, Finished) and (found.reward, found.extra, found.finished) == (0.5, {"length": 3}, True)
+    assert facts(found) == facts(converse(kit, journal, script({})))  # type: ignore[arg-type]
+    raised, wrong = finish(kit, "raise"), finish(kit, "text")
+    assert raised.extra == {"error": "KeyError: 'own' (own.py:8)"} and not raised.finished and raised.parts[0].response_mask.any()
+    assert wrong.extra["error"].startswith("ValueError: the reward is 'high', not a finite number")
+    with pytest.raises(SessionRefused, match=r"data.max_prompt_length=1:"):
+        finish(kit, "one", max_prompt=1)
+
+
+def lines_of(rng: Random) -> list[str]:
+    """A random session: calls of all kinds, several at once, malformed ones, words."""
+    kinds = [
+        lambda: call("add", a=rng.randrange(9)),
+        lambda: call("count", by=rng.randrange(9)),
+        lambda: f"ab {call('count', by=1)}\n{call('add', a=rng.randrange(9), b=2)}",
+        lambda: call("harm", how=rng.choice(["raise", "ok"])),
+        lambda: rng.choice(["<tool_call>{", call("none"), call("add", a="x")]),
+        lambda: rng.choice(["ab", "ba ba"]),
+    ]
+    return [rng.choice(kinds)() for _ in range(rng.randrange(1, 6))]
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_session_that_is_repeated_at_any_message_is_bitwise_the_same_and_calls_no_function_again(
+    tmp_path: Path, seed: int
+) -> None:
+    rng = Random(seed)
+    files = ["tools", "stateful", *(["user"] if seed % 2 else [])]
+    kit, lines = AgentKit(setup(tmp_path, *files)), lines_of(rng)
+    given = task(max_tokens=rng.choice([150, 4_000]), extra_info={"interaction_kwargs": {"patience": 3}})
+    model = script({0: lines})
+    calls = sys.modules[kit_module(kit)].CALLS
+    whole = Journal(given)
+    expected = converse(kit, whole, model)
+    assert isinstance(expected, Finished)
+    made = len(calls)
+    for most in range(len(whole.turns) + 1):
+        calls.clear()
+        part = Journal(given)
+        converse(kit, part, model, most=most)
+        # As a checkpoint may have it: the answer to the last turn is lost, or it is there.
+        for lost in (False, True):
+            journal = copy.deepcopy(part)
+            if lost and most < len(whole.turns):
+                journal.turns.append(whole.turns[most])
+            before, known = len(calls), len(journal.outcomes)
+            again = converse(kit, journal, model)
+            assert isinstance(again, Finished) and facts(again) == facts(expected)
+            assert timeless(journal.outcomes) == timeless(whole.outcomes)
+            assert [turn.token_ids.tolist() for turn in journal.turns] == [turn.token_ids.tolist() for turn in whole.turns]
+            # Functions that the journal knows ran before, and not again.
+            assert len(calls) - before == made - adds(whole.outcomes[:known])
+    ended = converse(kit, whole, model)
+    assert isinstance(ended, Finished) and facts(ended) == facts(expected) and not ended.outcomes
+
+
+def kit_module(kit: AgentKit) -> str:
+    return str(next(tool for tool in kit.tools if tool.name == "add").function.__module__)  # type: ignore[union-attr]
+
+
+def adds(outcomes: list[Any]) -> int:
+    results = [result for outcome in outcomes for result in outcome.get("tools", ())]
+    return sum(result["name"] == "add" and result["status"] == "ok" for result in results)
+
+
+def timeless(outcomes: list[Any]) -> Any:
+    return json.loads(json.dumps(outcomes), object_hook=lambda item: {k: v for k, v in item.items() if k != "seconds"})
+
+
+def test_a_journal_of_other_settings_is_refused(tmp_path: Path) -> None:
+    journal = Journal(task())
+    converse(AgentKit(setup(tmp_path, "tools")), journal, script({0: [call("add", a=1)]}))
+    with pytest.raises(SessionRefused, match="turn 0 of its journal answers another call"):
+        converse(AgentKit(setup(tmp_path, "tools", "stateful")), journal, script({}))
+    with pytest.raises(SessionRefused, match="ended before its journal"):
+        converse(AgentKit(setup(tmp_path, "tools", max_assistant_turns=1)), journal, script({}))

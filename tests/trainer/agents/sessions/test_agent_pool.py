@@ -1,0 +1,255 @@
+"""Agent processes: every message is answered once, and user code that ends, blocks or floods a process costs its own session."""
+
+import os
+import signal
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.trainer.agents.sessions.scripted import (
+    Model,
+    call,
+    converse,
+    facts,
+    sampled,
+    script,
+    setup,
+    task,
+)  # fmt: skip
+from trainer.agents.sessions import pool as pool_module
+from trainer.agents.sessions.agent_loop import AgentKit
+from trainer.agents.sessions.pool import AgentPool
+from trainer.agents.sessions.protocol import Finished, Journal, Wanted
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path
+
+
+def drive(pool: AgentPool, model: Model, sessions: set[int]) -> Iterator[dict[int, Finished]]:
+    """Ticks: answer what is wanted, all at once; yields what has finished so far."""
+    turns, done = dict.fromkeys(sessions, 0), dict[int, Finished]()
+    while sessions - done.keys():
+        wait = sorted(sessions - done.keys())
+        answers = pool.collect(wait)
+        assert [answer.id for answer in answers] == wait
+        done |= {answer.id: answer for answer in answers if isinstance(answer, Finished)}
+        wanted = [answer for answer in answers if isinstance(answer, Wanted)]
+        pool.reply({answer.id: model(answer, turns[answer.id]) for answer in wanted})
+        for answer in wanted:
+            turns[answer.id] += 1
+        yield done
+
+
+def finish(pool: AgentPool, lines: Mapping[int, list[str]], **changes: Any) -> dict[int, Finished]:
+    pool.start([task(id, prompt=f"ab {id}", **changes) for id in lines])
+    *_, done = drive(pool, script(lines), {*lines})
+    assert pool.ready() == []
+    return done
+
+
+def alone(kit: AgentKit, lines: Mapping[int, list[str]]) -> dict[int, Any]:
+    """Facts of the same sessions, each by itself in this process."""
+    found = {id: converse(kit, Journal(task(id, prompt=f"ab {id}")), script(lines)) for id in lines}
+    return {id: facts(answer) for id, answer in found.items() if isinstance(answer, Finished)}
+
+
+def good(id: int) -> list[str]:
+    return [call("add", a=id), f"{call('later', text='ba')}\n{call('count', by=id)}", call("count", by=1), "end"][id % 3 :]
+
+
+def test_user_code_that_does_harm_costs_its_own_session_only(folder: Path) -> None:
+    kinds = {100: "raise", 101: "exit", 102: "flood", 103: "fork", 104: "crash", 105: "print", 106: "hang"}
+    lines = {id: good(id) for id in range(12)}
+    harm = {id: [call("add", a=2), call("harm", how=how), "end"] for id, how in kinds.items()}
+    given = setup(folder, "tools", "stateful", workers=2, tool_timeout=1.0)
+    expected = alone(AgentKit(given), lines)
+    with AgentPool(given) as pool:
+        done = finish(pool, lines | harm)
+        deaths = pool.deaths
+    assert {id: facts(done[id]) for id in lines} == expected
+    said = {how: done[id].messages[-2]["content"] for id, how in kinds.items()}
+    assert said["raise"].startswith("Error: harm failed: RuntimeError: no network")
+    assert said["hang"] == "Error: harm failed: it took more than 1 s"
+    assert said["flood"] == "x" * 32 + "...(truncated)..." + "x" * 32
+    assert said["fork"] == said["print"] == "survived"
+    for id, ending in ((101, "ended with exit code 7"), (104, "was killed by SIGSEGV")):
+        assert done[id].extra["error"] == f"its agent process {ending}" and done[id].metrics["died"] == 1
+        # What it has: both turns, and the result between them.
+        assert done[id].metrics["turns"] == 2 and not done[id].finished
+        assert done[id].messages[2]["content"] == "3" and done[id].extra["tool_rewards"] == [0.5]
+        assert done[id].parts[0].response_mask[-1]
+    assert {id for id in done if "died" in done[id].metrics} == {101, 104}
+    # Each killed its own process, then the one that it had for itself.
+    assert 3 <= deaths <= 4
+
+
+def test_a_suspect_that_answers_returns_and_continues(folder: Path) -> None:
+    once = folder / "once"
+    lines = {0: [call("harm", how=f"once:{once}"), call("add", a=1), "end"], 1: good(1)}
+    given = setup(folder, "tools", "stateful")
+    with AgentPool(given) as pool:
+        done = finish(pool, lines)
+        assert pool.deaths == 1
+        assert pool._quarantine is not None and not pool._quarantine.sessions
+    assert facts(done[1]) == alone(AgentKit(given), {1: good(1)})[1]
+    assert facts(done[0]) == alone(AgentKit(given), {0: lines[0]})[0]  # the file exists: it survives
+
+
+def test_a_killed_process_is_replaced_at_any_message_and_nothing_changes(folder: Path) -> None:
+    lines = {id: good(id) for id in range(8)}
+    given = setup(folder, "tools", "stateful", workers=2)
+    expected = alone(AgentKit(given), lines)
+    with AgentPool(given) as pool:
+        pool.start([task(id, prompt=f"ab {id}") for id in lines])
+        done: dict[int, Finished] = {}
+        # Killed with turns that it has not answered, and after answers that the pool has.
+        for tick, done in enumerate(drive(pool, script(lines), {*lines})):
+            if tick < 2:
+                os.kill(pool._homes[tick % 2].pid, signal.SIGKILL)
+            if tick == 1:
+                for id in lines.keys() - done.keys():
+                    assert len(pool.journal(id).turns) >= 1
+        assert pool.deaths == 2
+    assert {id: facts(answer) for id, answer in done.items()} == expected
+
+
+def test_sessions_continue_in_another_pool_from_their_journals(folder: Path) -> None:
+    lines = {id: good(id) for id in range(6)}
+    given = setup(folder, "tools", "stateful")
+    with AgentPool(given) as pool:
+        pool.start([task(id, prompt=f"ab {id}") for id in lines])
+        ticks = drive(pool, script(lines), {*lines})
+        next(ticks)
+        early = dict(next(ticks))
+        journals = [pool.journal(id) for id in lines if id not in early]
+    with AgentPool(given) as pool:
+        pool.start(journals)
+        known = {journal.task.id: len(journal.turns) for journal in journals}
+        *_, late = drive(pool, lambda wanted, turn: script(lines)(wanted, known[wanted.id] + turn), {*known})
+    assert {id: facts(answer) for id, answer in (early | late).items()} == alone(AgentKit(given), lines)
+
+
+def test_a_process_with_threads_left_behind_is_replaced_between_messages(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool_module, "_MOST_HUNG", 1)
+    lines = {id: [call("harm", how="hang"), call("add", a=1), "end"] for id in range(2)} | {2: good(2)}
+    given = setup(folder, "tools", "stateful", tool_timeout=0.3)
+    with AgentPool(given) as pool:
+        first = pool._homes[0].pid
+        done = finish(pool, lines)
+        assert pool._homes[0].pid != first and pool.deaths == 0
+    assert [done[id].metrics["calls/timeout"] for id in range(2)] == [1, 1]
+    assert [done[id].messages[-2]["content"] for id in range(2)] == ["2", "2"]
+    assert facts(done[2]) == alone(AgentKit(given), {2: good(2)})[2]
+
+
+def test_a_process_that_gives_no_sign_of_life_is_replaced(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool_module, "_STALL_LIMIT", 2.0)
+    given = setup(folder, "tools", "stateful", tool_timeout=1.0)
+    with AgentPool(given) as pool:
+        pool.start([task(id, prompt=f"ab {id}") for id in range(3)])
+        lines = {id: good(id) for id in range(3)}
+        done: dict[int, Finished] = {}
+        for tick, done in enumerate(drive(pool, script(lines), {*lines})):
+            if tick == 0:
+                os.kill(pool._homes[0].pid, signal.SIGSTOP)
+        assert pool.deaths == 1
+    assert {id: facts(answer) for id, answer in done.items()} == alone(AgentKit(given), lines)
+
+
+LOOP = """
+import threading
+
+async def run(session):
+    if session.task.id == 1:
+        threading.Event().wait()
+    await session.sample()
+    return 1.0
+"""
+
+
+def test_a_loop_that_never_answers_is_ended_and_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder / "own.py").write_text(LOOP)
+    monkeypatch.setattr(pool_module, "_SLACK", 0.0)
+    monkeypatch.setattr(pool_module, "_CALLS", 1)
+    given = setup(folder, loop=f"{folder}/own.py:run", tool_timeout=0.5)
+    with AgentPool(given) as pool:
+        done = finish(pool, {0: ["end"], 1: ["end"]})
+        assert pool.deaths == 2
+    assert done[0].reward == 1.0 and "error" not in done[0].extra
+    assert "did not answer" in done[1].extra["error"] and "sessions 1 " in done[1].extra["error"]
+    assert not done[1].parts[0].response_mask.any() and done[1].parts[0].prompt_length == len(done[1].parts[0].input_ids)
+
+
+def test_errors_of_the_run_are_raised_in_one_line(folder: Path) -> None:
+    with AgentPool(setup(folder, format="none")) as pool, pytest.raises(ValueError, match=r"^multi_turn.format=none: [^\n]*$"):
+        pool.wait_ready()
+    with AgentPool(setup(folder, "tools")) as pool:
+        pool.start([task(3, max_prompt=5)])
+        with pytest.raises(ValueError, match=r"^data.max_prompt_length=5: a prompt has \d+ tokens [^\n]* session 3[^\n]*$"):
+            pool.collect([3])
+    (folder / "stops.py").write_text("import os\nos._exit(3)\n")
+    given = setup(folder, function_tool_path=str(folder / "stops.py"))
+    with AgentPool(given) as pool, pytest.raises(RuntimeError, match=r"did not start: it ended with exit code 3"):
+        pool.wait_ready()
+
+
+def test_stopped_sessions_answer_no_more_and_their_ids_can_be_used_again(folder: Path) -> None:
+    given = setup(folder, "tools", "stateful")
+    with AgentPool(given) as pool:
+        pool.start([task(id, prompt=f"ab {id}") for id in range(4)])
+        pool.collect(range(4))
+        pool.stop([0, 1])
+        # The second one is cancelled before it has begun.
+        pool.start([task(0, prompt="ab 0")])
+        pool.start([task(9, prompt="ab 9")])
+        pool.stop([9])
+        with pytest.raises(KeyError):
+            pool.journal(1)
+        *_, done = drive(pool, script({0: good(0)}), {0})
+        assert facts(done[0]) == alone(AgentKit(given), {0: good(0)})[0]
+        assert pool.ready() == []
+
+
+def test_answers_are_there_as_soon_as_they_are_given(folder: Path) -> None:
+    with AgentPool(setup(folder, "tools")) as pool:
+        pool.start([task(0), task(1)])
+        found: list[Any] = []
+        while len(found) < 2:
+            found += pool.ready(60.0)
+        assert {answer.id for answer in found} == {0, 1} and pool.ready(0.01) == []
+        pool.reply({0: sampled(found[0], "end")})
+        (answer,) = pool.ready(60.0)
+        assert isinstance(answer, Finished) and answer.id == 0
+
+
+def test_a_thousand_sessions_at_once(folder: Path) -> None:
+    lines = {id: [call("add", a=id), "end"] for id in range(1_000)}
+    with AgentPool(setup(folder, "tools")) as pool:
+        done = finish(pool, lines)
+    assert len(done) == 1_000 and all(done[id].messages[2]["content"] == str(id + 1) for id in lines)
+    assert all(answer.metrics["turns"] == 2 for answer in done.values())
+
+
+def test_the_end_of_a_pool_is_the_end_of_its_processes_and_of_what_they_started(folder: Path) -> None:
+    with AgentPool(setup(folder, "tools", workers=2)) as pool:
+        pool.start([task(0)])
+        (wanted,) = pool.collect([0])
+        assert isinstance(wanted, Wanted)
+        pool.reply({0: sampled(wanted, call("harm", how="fork"))})
+        pool.collect([0])
+        pids = [process.pid for process in pool._homes]
+    for pid in pids:
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline:
+            try:
+                os.killpg(pid, 0)
+            except ProcessLookupError:
+                break
+            time.sleep(0.01)
+        else:
+            pytest.fail(f"group {pid} is alive")

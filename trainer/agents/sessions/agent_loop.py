@@ -1,0 +1,392 @@
+"""Sessions in an agent process: what a loop may do, the tool loop, and the result of a session.
+
+Problem: a session must continue after a crash, and at a resume, exactly where it was, and user code is neither deterministic nor
+cheap. Idea: a loop is a function of two kinds of facts, turns of the model and outcomes of user code. Both are journaled in
+order. A session with a journal runs the same loop, which gets its facts from the journal as long as it has any; rendering,
+tokenising and parsing are repeated, and are deterministic.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections import defaultdict, deque
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from configs.schema.agents import AgentConfig, MultiTurnConfig
+from trainer.agents.formats import Format, MalformedCall, ToolCall, call_format, opens_thinking, parse_turn
+from trainer.agents.interactions import InteractionSession, UserReply
+from trainer.agents.isolation import SessionLoop, UserCodeError
+from trainer.agents.messages import Message
+from trainer.agents.sessions.protocol import Finished, Journal, Part, SampledTurn, Wanted
+from trainer.agents.toolbox import ToolBox, ToolLimits, ToolResult
+from trainer.agents.tools import AnyTool
+from trainer.agents.tree import BrokenConversation, Call, ConversationTree, Row
+from trainer.agents.verl_modules import load_function_tools, load_interactions, load_tools, unique
+from trainer.data.encoding import Refused
+from trainer.data.seam import Seams
+from trainer.rewards.scoring import finite
+from trainer.run.user_code import load_function
+
+_KEY = "actor_rollout_ref.rollout"
+
+
+@dataclass(frozen=True, slots=True)
+class AgentSetup:
+    """What an agent process is started with. template_kwargs: of the chat template."""
+
+    tokenizer: PreTrainedTokenizerBase
+    template_kwargs: dict[str, Any]
+    multi_turn: MultiTurnConfig
+    agent: AgentConfig
+
+
+class AgentKit:
+    """What the sessions of a process share: tokenizer, tools, interactions, call format. Loads the files of the user."""
+
+    def __init__(self, setup: AgentSetup) -> None:
+        """Raises ValueError, one line, for a file that does not load, or an unknown format or loop."""
+        config = self.config = setup.multi_turn
+        self.seams = Seams(setup.tokenizer, setup.template_kwargs)
+        self.default_loop = setup.agent.default_agent_loop or "tool_agent"
+        self.format: Format = call_format(config.format)
+        self.tools: list[AnyTool] = []
+        self.interactions: dict[str, Any] = {}
+        if config.tool_config_path is not None:
+            self.tools += load_tools(config.tool_config_path, f"{_KEY}.multi_turn.tool_config_path")
+        if config.function_tool_path is not None:
+            self.tools += load_function_tools(config.function_tool_path, f"{_KEY}.multi_turn.function_tool_path")
+        unique(self.tools, f"{_KEY}.multi_turn.function_tool_path")
+        if config.interaction_config_path is not None:
+            self.interactions = load_interactions(config.interaction_config_path, f"{_KEY}.multi_turn.interaction_config_path")
+        self._own: dict[str, AgentLoop] = {}
+        self.loop(self.default_loop)
+
+    def loop(self, name: str) -> AgentLoop:
+        """The loop of a name in LOOPS, or of a user's function: path/to/file.py:function. Raises ValueError, one line."""
+        if name in LOOPS:
+            return LOOPS[name]
+        path, colon, function = name.rpartition(":")
+        if not colon:
+            raise ValueError(
+                f"{_KEY}.agent.default_agent_loop={name}: no such loop; use {', '.join(LOOPS)}, or path/to/file.py:function"
+            )
+        if name not in self._own:
+            self._own[name] = _isolated(load_function(path, function, f"{_KEY}.agent.default_agent_loop={name}"))
+        return self._own[name]
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """A sampled turn as a loop gets it. calls: none if the turn was truncated."""
+
+    message: Message
+    calls: tuple[ToolCall | MalformedCall, ...]
+    truncated: bool
+
+
+class SessionEnded(Exception):
+    """The session ends here with what it has; the text is the reason, one line."""
+
+
+class SessionRefused(ValueError):
+    """The session cannot be trained on, or its journal is another one's: an error of the run. The text is one line."""
+
+
+class AgentSession:
+    """One trajectory, as its loop sees it.
+
+    messages: the conversation; loops append to it. finished, reward, extra: see Finished; loops set them. metrics: numbers that
+    loops add to. user_code: runs all code of the user. answered: number of turns of the model so far.
+    """
+
+    def __init__(
+        self, journal: Journal, kit: AgentKit, user_code: SessionLoop, ask: Callable[[Wanted], None], died: str | None = None
+    ) -> None:
+        """ask: sends a message. died: why no user code runs any more, if so; the session then ends after its journal."""
+        self.task, self.kit, self.user_code = journal.task, kit, user_code
+        self.tree = ConversationTree(kit.seams, on_break=kit.config.on_break)
+        self.messages: list[Message] = [*journal.task.prompt]
+        self.finished = False
+        self.reward: float | None = None
+        self.extra: dict[str, Any] = {}
+        self.metrics = defaultdict[str, float](float)
+        self.answered = 0
+        self._ask, self._died = ask, died
+        self._turns = deque(journal.turns)
+        self._outcomes = deque(journal.outcomes)
+        self._new: list[Any] = []
+        """Outcomes since the last message."""
+        self._arrived: asyncio.Future[None] | None = None
+        self._stopped: Exception | None = None
+        self._home = asyncio.get_running_loop()
+        self._first: Call | None = None
+        self._context = self._used = 0
+        """Tokens of the conversation as the model has it, and of all since the first prompt."""
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the budget of tokens is used up."""
+        return self._used >= self.task.max_tokens
+
+    def give(self, turn: SampledTurn) -> None:
+        """Add a sampled turn; it answers the oldest call without one."""
+        self._turns.append(turn)
+        if self._arrived is not None and not self._arrived.done():
+            self._arrived.set_result(None)
+
+    async def sample(self, tools: list[Any] | None = None) -> Reply | None:
+        """A turn of the model after ``messages``, which it is added to; None if the budget leaves no token for it.
+
+        tools: schemas for the template; without them the turn has no calls. Raises SessionRefused for a first prompt that is too
+        long or that the template rejects, SessionEnded for a later one that it rejects. For one call at a time.
+        """
+        if asyncio.get_running_loop() is not self._home:  # a user's loop, in the thread of its session
+            return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self.sample(tools), self._home))
+        try:
+            return await self._sample(tools)
+        except (SessionRefused, SessionEnded) as error:
+            self._stopped = error  # the user's loop may take it for an error of its own
+            raise
+
+    async def _sample(self, tools: list[Any] | None) -> Reply | None:
+        call = self._request(tools)
+        prompt = len(call.prompt_ids)
+        observed = max(0, prompt - self._context) if self.answered else 0
+        if self._used + observed >= self.task.max_tokens:
+            return None
+        self._used += observed
+        self.metrics["tokens/observed"] += observed
+        turn = await self._next(call, self.task.max_tokens - self._used)
+        truncated = turn.finish_reason != "stop"
+        # Without the stop token. With special tokens: formats use some as their markup.
+        ids = turn.token_ids.tolist()
+        text = self.kit.seams.text(ids if truncated else ids[:-1])
+        reply = Reply({"role": "assistant", "content": text}, (), truncated)
+        if tools is not None and not truncated:
+            thinks = opens_thinking(self.tree.nodes[call.node].text or "")
+            parsed = parse_turn(self.kit.format, text, tools, turn=self.answered - 1, in_thinking=thinks)
+            reply = Reply(parsed.message(), parsed.calls, truncated)
+        self.tree.record(call, turn, reply.message)
+        self.messages.append(reply.message)
+        self._context = prompt + len(turn.token_ids)
+        self._used += len(turn.token_ids)
+        self.metrics["turns"] += 1
+        self.metrics["tokens/sampled"] += len(turn.token_ids)
+        return reply
+
+    async def outcome(self, make: Callable[[], Awaitable[Any]], repeat: Callable[[Any], Awaitable[None]]) -> Any:
+        """An outcome of user code, JSON: from the journal, or of ``make``. repeat: rebuilds the state of a journaled one."""
+        if self._outcomes:
+            found = self._outcomes.popleft()
+            await repeat(found)
+            return found
+        if self._died is not None:
+            raise SessionEnded(self._died)
+        found = await make()
+        self._new.append(found)
+        return found
+
+    async def run(self) -> Finished:
+        """Run the loop to its end. An exception of user code ends the session with what it has, see ``error`` in extra."""
+        loop = self.kit.loop(self.task.agent or self.kit.default_loop)
+        try:
+            self.reward = await loop(self)
+            if self._turns or self._outcomes:
+                raise SessionRefused(f"session {self.task.id} ended before its journal: tools, template or settings have changed")
+        except SessionEnded as error:
+            self._fail(str(error))
+        except UserCodeError as error:
+            if isinstance(self._stopped, SessionRefused):
+                raise self._stopped from error
+            self._fail(str(self._stopped or error))
+        if self._died is not None:
+            self.metrics["died"] = 1
+        self.metrics.update({f"breaks/{reason}": number for reason, number in self.tree.breaks.items()})
+        return Finished(
+            self.task.id, self._parts(), self.finished, self.reward, self.extra, dict(self.metrics), self.messages, self._new
+        )
+
+    def _fail(self, reason: str) -> None:
+        self.finished = False
+        self.extra["error"] = reason
+        self.metrics["errors"] += 1
+
+    def _request(self, tools: list[Any] | None) -> Call:
+        try:
+            call = self.tree.request(self.messages, tools)
+        except BrokenConversation as error:
+            raise SessionRefused(str(error)) from error
+        except Refused as error:
+            if self._first is not None:
+                raise SessionEnded(f"after {self.answered} turns: {error}") from error
+            raise SessionRefused(str(error)) from error
+        if self._first is None:
+            self._first, n, limit = call, len(call.prompt_ids), self.task.max_prompt
+            if n > limit:
+                raise SessionRefused(
+                    f"data.max_prompt_length={limit}: a prompt has {n} tokens with its tools (data source "
+                    f"{self.task.data_source}, session {self.task.id}); raise it, or set data.filter_overlong_prompts=true"
+                )
+        return call
+
+    async def _next(self, call: Call, max_tokens: int) -> SampledTurn:
+        if not self._turns:
+            if self._died is not None:
+                raise SessionEnded(self._died)
+            self._arrived = asyncio.get_running_loop().create_future()
+            ids = np.array(call.prompt_ids, dtype=np.int64)
+            self._ask(Wanted(self.task.id, call.key, call.ordinal, ids, max_tokens, self._new))
+            self._new = []
+            await self._arrived
+        turn = self._turns.popleft()
+        if (turn.key, turn.ordinal) != (call.key, call.ordinal):
+            raise SessionRefused(
+                f"session {self.task.id}: turn {self.answered} of its journal answers another call (key {turn.key}, here "
+                f"{call.key}): tools, template or settings have changed"
+            )
+        self.answered += 1
+        return turn
+
+    def _parts(self) -> list[Part]:
+        rows = self.tree.rows(0)
+        if rows:
+            return [_part(row, len(self.tree.nodes[row.nodes[0]].ids)) for row in rows]
+        # Nothing was sampled: the prompt alone, without trained tokens.
+        call = self._first or self._request(None)
+        n = len(call.prompt_ids)
+        empty = np.zeros(n, dtype=bool), np.zeros(n, dtype=np.float32), np.full(n, -1, dtype=np.int32)
+        return [Part(np.array(call.prompt_ids, dtype=np.int64), *empty, n)]
+
+
+def _part(row: Row, prompt_length: int) -> Part:
+    return Part(row.input_ids, row.response_mask, row.rollout_log_probs, row.weight_version, prompt_length)
+
+
+AgentLoop = Callable[[AgentSession], Awaitable[float | None]]
+"""Runs a session; returns its reward, or None if the reward function scores it."""
+
+
+def _isolated(function: AgentLoop) -> AgentLoop:
+    """A user's loop, run in the thread of its session: it may block, and raise anything."""
+
+    async def checked(session: AgentSession) -> float | None:
+        reward = await function(session)
+        number = None if reward is None else finite(reward)
+        if reward is not None and number is None:
+            raise ValueError(f"the reward is {reward!r:.60}, not a finite number")
+        return number
+
+    async def run(session: AgentSession) -> float | None:
+        found: float | None = await session.user_code.run(checked, session, seconds=math.inf)
+        return found
+
+    return run
+
+
+async def single_turn_agent(session: AgentSession) -> None:
+    """One turn of the model."""
+    reply = await session.sample()
+    session.finished = reply is not None and not reply.truncated
+    session.extra["num_turns"] = session.answered + 1
+
+
+async def tool_agent(session: AgentSession) -> None:
+    """verl's ToolAgentLoop: turns of the model, their calls and a simulated user's replies, until there is neither."""
+    config, task, extra = session.kit.config, session.task, session.extra
+    limits = ToolLimits(
+        config.max_parallel_calls, config.max_tool_response_length, config.tool_response_truncate_side, config.tool_timeout
+    )
+    name, kwargs = f"session_{task.id}", task.extra_info.get("tools_kwargs") or {}
+    box = ToolBox(session.kit.tools, limits, session=name, loop=session.user_code, kwargs=kwargs)
+    scores: list[float] = []
+    replies = 0  # of tools, all of a turn together, and of the user
+    try:
+        async with AsyncExitStack() as stack:
+            await stack.enter_async_context(box)
+            user = _interaction(session, name)
+            if user is not None:
+                await stack.enter_async_context(user)
+            while (reply := await session.sample(box.schemas)) is not None:
+                last = session.answered == config.max_assistant_turns or replies == config.max_user_turns
+                if reply.truncated or last or session.is_full or not (reply.calls or user):
+                    session.finished = not reply.truncated and not reply.calls and user is None
+                    break
+                replies += 1
+                if reply.calls:
+                    results = await _results(session, box, reply.calls)
+                    session.messages += [result.message() for result in results]
+                    continue
+                assert user is not None
+                said = await _user_reply(session, user)
+                if said.score is not None:
+                    scores.append(said.score)
+                if said.error is not None:
+                    raise SessionEnded(said.error)
+                session.messages.append({"role": "user", "content": said.text})
+                if said.done:
+                    session.finished = True
+                    break
+    finally:
+        rewards: dict[str, Any] = {**box.rewards} | ({"user_turn_rewards": scores} if session.kit.interactions else {})
+        extra["num_turns"] = session.answered + replies + 1
+        extra["tool_rewards"] = box.data.tool_rewards
+        extra["turn_scores"] = scores
+        extra["rollout_reward_scores"] = rewards
+        session.metrics.update({f"calls/{status}": number for status, number in box.counts.items()})
+
+
+def _interaction(session: AgentSession, name: str) -> InteractionSession | None:
+    interactions = session.kit.interactions
+    if not interactions:
+        return None
+    kwargs: Mapping[str, Any] = session.task.extra_info.get("interaction_kwargs") or {}
+    chosen = kwargs.get("name", next(iter(interactions)) if len(interactions) == 1 else None)
+    if chosen not in interactions:
+        raise SessionRefused(
+            f"extra_info.interaction_kwargs.name={chosen} in data source {session.task.data_source}: no such interaction; "
+            f"{_KEY}.multi_turn.interaction_config_path has {', '.join(interactions)}"
+        )
+    seconds = session.kit.config.tool_timeout
+    return InteractionSession(interactions[chosen], session.user_code, session=name, kwargs=kwargs, seconds=seconds)
+
+
+async def _results(session: AgentSession, box: ToolBox, calls: Sequence[ToolCall | MalformedCall]) -> list[ToolResult]:
+    async def make() -> Any:
+        return {"tools": [asdict(result) for result in await box.run(calls, session.messages)]}
+
+    async def repeat(found: Any) -> None:
+        await box.repeat(calls, [ToolResult(**result) for result in found["tools"]], session.messages)
+
+    found = await session.outcome(make, repeat)
+    results = [ToolResult(**result) for result in found["tools"]]
+    for result in results:
+        if result.status in ("ok", "arguments", "timeout", "error"):  # others name no tool
+            session.metrics[f"tool/{result.name}/calls"] += 1
+            session.metrics[f"tool/{result.name}/errors"] += result.status != "ok"
+            session.metrics[f"tool/{result.name}/seconds"] += result.seconds
+    return results
+
+
+async def _user_reply(session: AgentSession, user: InteractionSession) -> UserReply:
+    async def make() -> Any:
+        start = time.monotonic()
+        reply = await user.reply(session.messages)
+        return {"user": asdict(reply), "seconds": time.monotonic() - start}
+
+    async def repeat(found: Any) -> None:
+        await user.repeat(session.messages)
+
+    found = await session.outcome(make, repeat)
+    session.metrics["interaction/seconds"] += found["seconds"]
+    return UserReply(**found["user"])
+
+
+LOOPS: Mapping[str, AgentLoop] = {"tool_agent": tool_agent, "single_turn_agent": single_turn_agent}
