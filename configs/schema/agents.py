@@ -1,4 +1,4 @@
-"""Schema of `actor_rollout_ref.rollout.multi_turn` and `actor_rollout_ref.rollout.agent`: tools, environments, agent processes."""
+"""Schema of rollout.multi_turn and rollout.agent: conversations with tools and environments, agent processes."""
 
 from dataclasses import dataclass
 from typing import Literal

@@ -39,7 +39,8 @@ def agent_problems(config: PPOConfig) -> Iterator[str]:
         return
     others = [name for name, value in sources.items() if value is not None and name != "environment"]
     if turns.environment is not None and others:
-        yield f"{KEY}.environment={turns.environment}: an environment has its own tools and messages; leave {', '.join(others)} out"
+        own = "an environment has its own tools and messages"
+        yield f"{KEY}.environment={turns.environment}: {own}; leave {', '.join(others)} out"
     if reward_models(config.reward):
         yield (
             f"{KEY}.enable=true: reward models score a prompt with one response, not conversations; use a reward function, "

@@ -19,7 +19,8 @@ class Prompt:
     """One prompt with the columns that scoring needs.
 
     uid: index of the row over all files, before any filtering. text: the rendered prompt before truncation. messages: the row's
-    prompt column, a text or a conversation. agent: column agent_name. ordinal: number of the prompt in the run, set by PromptStream; -1: not from a stream.
+    prompt column, a text or a conversation. agent: column agent_name. ordinal: number of the prompt in the run, set by
+    PromptStream; -1: not from a stream.
     """
 
     uid: int
