@@ -89,6 +89,7 @@ class SFTDataset:
                 else []
             ),
             *_notices(encoded, rows),
+            *(_without_tools(rows, messages_key) if messages_key is not None and tools_key is None else ()),
         )
 
     def __len__(self) -> int:
@@ -134,4 +135,15 @@ def _notices(encoded: Sequence[Sequence[Turns]], rows: Rows) -> Iterator[str]:
         yield (
             f"{still_open} assistant turns before the last are not ended by a special token of the chat template: the model "
             "learns to stop at the last turn only"
+        )
+
+
+def _without_tools(rows: Rows, messages_key: str) -> Iterator[str]:
+    """Warning about calls of tools that the prompts do not describe."""
+    chats = rows.column(messages_key)
+    called = [row for row, chat in enumerate(chats) if any(message.get("tool_calls") for message in chat)]
+    if called:
+        yield (
+            f"{len(called)} of {len(chats)} conversations have tool calls, and their prompts have no tools, which those of RL have "
+            f"(the first: {rows.where(called[0])}); data.tools_key names their column"
         )

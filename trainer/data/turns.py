@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import takewhile
@@ -21,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from jinja2 import TemplateError
 
-from trainer.data.encoding import Message, Messages, Refused, encode, parsed, token_ids
+from trainer.data.encoding import Message, Messages, Refused, encode, parsed, token_ids, with_text_arguments
 from trainer.data.processes import in_processes
 from trainer.data.seam import Break, Seams, appended
 
@@ -75,6 +76,7 @@ class TurnEncoder:
         self.tokenizer = tokenizer
         self.template_kwargs = template_kwargs
         self._seams = Seams(tokenizer, template_kwargs)
+        self._rendered: set[str] = set()
 
     def pairs(self, rows: Rows, prompts: Sequence[Messages], answers: Sequence[str]) -> list[Turns]:
         """Encode each prompt as in RL, followed by its response and EOS. Raises ValueError, one line, for non-text responses."""
@@ -116,13 +118,28 @@ class TurnEncoder:
         """
         messages = _checked_messages(where, messages)
         tools = _checked_tools(where, tools)
+        self._check_rendered(where, messages, tools)
         try:
             rows = self._by_marks(messages, tools) if self.is_marked else self._by_prompts(where, messages, tools, last)
-        except TemplateError as error:
+        except (TemplateError, TypeError) as error:
             raise ValueError(f"{where}: the chat template rejects it: {error}") from error
         except Refused as error:
             raise ValueError(f"{where}: {error}") from error
         return [self._turns(*row) for row in rows]
+
+    def _check_rendered(self, where: str, messages: list[Message], tools: list[Any] | None) -> None:
+        """Raise ValueError, one line, if the template ignores tools or calls; the first conversation that has them shows it."""
+        bare = [{name: value for name, value in message.items() if name != "tool_calls"} for message in messages]
+        for what, is_here, changed in (("tools", tools is not None, (messages, None)), ("tool calls", bare != messages, (bare, tools))):
+            if is_here and what not in self._rendered:
+                self._rendered.add(what)
+                # A template that rejects the conversation without them does not ignore them.
+                with suppress(Refused):
+                    if self._seams.render_calls(*changed, prompt=False) == self._seams.render_calls(messages, tools, prompt=False):
+                        raise ValueError(
+                            f"{where}: the chat template does not render {what}: use a template that does "
+                            "(model.custom_chat_template), or leave them out of the data"
+                        )
 
     def _turns(self, ids: np.ndarray, spans: list[tuple[int, int]], contents: list[str], ends: bool) -> Turns:
         trained = np.zeros(len(ids), dtype=bool)
@@ -139,9 +156,11 @@ class TurnEncoder:
     def _by_marks(self, messages: list[Message], tools: list[Any] | None) -> list[Row]:
         """The whole conversation as a row, with the spans of the template's {% generation %} marks."""
         more = self.template_kwargs | ({} if tools is None else {"tools": tools})
-        found: Any = self.tokenizer.apply_chat_template(
-            messages, **more, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
-        )
+        more |= {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
+        try:
+            found: Any = self.tokenizer.apply_chat_template(messages, **more)
+        except TypeError:  # as in Seams.render_calls
+            found = self.tokenizer.apply_chat_template([with_text_arguments(message) for message in messages], **more)
         edges = np.flatnonzero(np.diff(found["assistant_masks"], prepend=0, append=0)).reshape(-1, 2)
         spans = [(int(start), int(end)) for start, end in edges]
         contents = [_content(message) for message in messages if message["role"] == "assistant"]
