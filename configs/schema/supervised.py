@@ -69,6 +69,7 @@ class SupervisedConfig:
 class SFTDataConfig(SupervisedDataConfig):
     # If set, prompt_key and response_key are not used.
     messages_key: str | None
+    tools_key: str | None
     prompt_key: str
     response_key: str
 

@@ -245,8 +245,11 @@ def check_parity(config: ParityConfig, typed: Collection[str]) -> list[str]:
 
 def check_sft(config: SFTConfig, typed: Collection[str]) -> list[str]:
     """Validate an SFT configuration; see check_ppo."""
-    longest = config.data.max_length
-    return _supervised_notes(config, typed, list(_supervised_problems(config, "rows", longest, f"data.max_length = {longest}")))
+    data, longest = config.data, config.data.max_length
+    problems = list(_supervised_problems(config, "rows", longest, f"data.max_length = {longest}"))
+    if data.tools_key is not None and data.messages_key is None:
+        problems.append(f"data.tools_key={data.tools_key}: only conversations have tools; set data.messages_key")
+    return _supervised_notes(config, typed, problems)
 
 
 def check_reward_model(config: RewardModelConfig, typed: Collection[str]) -> list[str]:

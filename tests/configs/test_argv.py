@@ -302,8 +302,7 @@ def test_multiturn_columns_of_verl_set_the_messages_key() -> None:
 
     assert typed("data.multiturn.messages_key=chat", "+data.multiturn.enable=false") == ("data.messages_key=chat",)
     assert typed("data.multiturn.enable=true") == ("data.messages_key=messages",)
-    with pytest.raises(ConfigError, match="only text is trained"):
-        typed("data.multiturn.tools_key=t")
+    assert typed("data.multiturn.tools_key=t") == ("data.tools_key=t",)
 
 
 def test_keys_of_a_yaml_are_translated_by_the_same_rules() -> None:

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from trainer.agents.isolation import SessionLoop, UserCodeError, to_the_end
-from trainer.agents.messages import Message
+from trainer.data.encoding import Message
 from trainer.agents.tools import accepted
 from trainer.rewards.scoring import finite
 

@@ -1,28 +1,14 @@
-"""Chat messages of an agent: as templates take them, and compared. Formats follow OpenAI's chat completions."""
+"""Chat messages of an agent, compared. Formats follow OpenAI's chat completions."""
 
 from __future__ import annotations
 
 import json
 import reprlib
-from collections.abc import Mapping, Sequence
-from typing import Any
 
-Message = dict[str, Any]
+from trainer.data.encoding import Message
+
 THINKING = ("reasoning_content", "reasoning", "thinking")
 """Fields with a model's thinking."""
-
-
-def parsed(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
-    """Deep copies of messages, with the arguments of their calls as values, and without null fields other than content."""
-    # Many templates write arguments that are text as a JSON string (Qwen2.5, Llama 3.1), and test only if tool_calls is there.
-    kept = [{name: value for name, value in message.items() if value is not None or name == "content"} for message in messages]
-    copies = json.loads(json.dumps(kept))
-    return [_with_arguments(copy, lambda value: _value(value) if isinstance(value, str) else value) for copy in copies]
-
-
-def with_text_arguments(message: Message) -> Message:
-    """The message with the arguments of its calls as JSON text, for templates that concatenate them (DeepSeek-V3)."""
-    return _with_arguments(message, lambda value: value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))
 
 
 def canonical(message: Message, *, without: tuple[str, ...] = ()) -> str:
@@ -51,19 +37,3 @@ def difference(message: Message, recorded: Message) -> str:
         if canonical(now) != canonical(before):
             return f"its {name} is {reprlib.repr(now.get(name))} and was {reprlib.repr(before.get(name))} when it was sampled"
     return "it is the message that was sampled"
-
-
-def _with_arguments(message: Message, change: Any) -> Message:
-    def changed(call: Message) -> Message:
-        if "function" in call:
-            return call | {"function": changed(call["function"])}
-        return call | {"arguments": change(call["arguments"])} if "arguments" in call else call
-
-    return message | {"tool_calls": [changed(call) for call in message["tool_calls"]]} if "tool_calls" in message else message
-
-
-def _value(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError:  # what a model wrote need not be JSON
-        return text

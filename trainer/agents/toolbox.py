@@ -19,7 +19,7 @@ from typing import Any, Literal
 from trainer.agents.arguments import problem
 from trainer.agents.formats import MalformedCall, ToolCall
 from trainer.agents.isolation import SessionLoop, UserCodeError, to_the_end
-from trainer.agents.messages import Message
+from trainer.data.encoding import Message
 from trainer.agents.tools import AnyTool, FunctionTool, StatefulTool, ToolOutput
 
 Side = Literal["left", "middle", "right"]

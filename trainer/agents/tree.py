@@ -19,8 +19,8 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
-from trainer.agents.messages import THINKING, Message, call_ids, canonical, difference, parsed, with_text_arguments
-from trainer.data.encoding import Refused
+from trainer.agents.messages import THINKING, call_ids, canonical, difference
+from trainer.data.encoding import Message, parsed
 from trainer.data.seam import Break, Seams, appended
 from workers.seeding import seed_of
 
@@ -198,7 +198,7 @@ class ConversationTree:
         if node.text is None:
             prompt = self.nodes[node.parent].text
             assert prompt is not None
-            end = self.seams.up_to_stop(prompt, self._render(recorded, node.tools, prompt=False), node.ids[-1])
+            end = self.seams.up_to_stop(prompt, self.seams.render_calls(recorded, node.tools, prompt=False), node.ids[-1])
             if isinstance(end, Break):
                 return end
             node.text = end
@@ -278,20 +278,11 @@ class ConversationTree:
                 return i, Break("edited", "it was sampled after other messages")
         return None
 
-    def _render(self, messages: list[Message], tools: list[Any] | None, *, prompt: bool) -> str:
-        try:
-            return self.seams.render(messages, tools, prompt=prompt)
-        except Refused:
-            as_text = [with_text_arguments(message) for message in messages]
-            if as_text == messages:
-                raise
-            return self.seams.render(as_text, tools, prompt=prompt)
-
     def _prompt(self, messages: list[Message], tools: list[Any] | None) -> str:
         # A template that rewrites every turn makes a call look at all sampled turns, mostly with the same messages.
         key = json.dumps([messages, tools])
         if key not in self._prompts:
-            self._prompts[key] = self._render(messages, tools, prompt=True)
+            self._prompts[key] = self.seams.render_calls(messages, tools, prompt=True)
         return self._prompts[key]
 
     def _add(self, node: Node) -> int:

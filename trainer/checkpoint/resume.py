@@ -68,6 +68,7 @@ SAFE_TO_CHANGE = (
 )  # fmt: skip
 ADDED = {
     "reward.timeout_score": "null",
+    "data.tools_key": "null",
     "algorithm.gamma_over": '"token"',
     "async_training.mode": "null", "async_training.oversubmit": "1.5", "async_training.max_age": "4",
     "async_training.max_staleness": "2", "async_training.clock": '"logical"', "async_training.prox_logp": '"recompute"',

@@ -52,7 +52,8 @@ def sft_inputs(config: SFTConfig) -> Iterator[str]:
     """See ppo_inputs."""
     data = config.data
     columns = [data.prompt_key, data.response_key] if data.messages_key is None else [data.messages_key]
-    yield from _supervised(config, columns, "data.messages_key, data.prompt_key, data.response_key")
+    columns += [] if data.tools_key is None else [data.tools_key]
+    yield from _supervised(config, columns, "data.messages_key, data.tools_key, data.prompt_key, data.response_key")
 
 
 def reward_model_inputs(config: RewardModelConfig) -> Iterator[str]:

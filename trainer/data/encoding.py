@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import reprlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -15,7 +16,8 @@ from trainer.data.processes import in_processes
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-Messages = str | list[dict[str, Any]]
+Message = dict[str, Any]
+Messages = str | list[Message]
 """Plain text, used verbatim, or messages {role, content} for the chat template."""
 Encoded = tuple[str, np.ndarray]
 """Rendered prompt and its token ids, int32 (n,)."""
@@ -95,3 +97,32 @@ def truncate(ids: np.ndarray, max_length: int, how: Literal["left", "right", "mi
         case "middle":
             head = max_length // 2
             return np.concatenate([ids[:head], ids[head + over :]])
+
+
+def parsed(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
+    """Deep copies of messages, with the arguments of their calls as values, and without null fields other than content."""
+    # Many templates write arguments that are text as a JSON string (Qwen2.5, Llama 3.1), and test only if tool_calls is there.
+    kept = [{name: value for name, value in message.items() if value is not None or name == "content"} for message in messages]
+    copies = json.loads(json.dumps(kept))
+    return [_with_arguments(copy, lambda value: _value(value) if isinstance(value, str) else value) for copy in copies]
+
+
+def with_text_arguments(message: Message) -> Message:
+    """The message with the arguments of its calls as JSON text, for templates that concatenate them (DeepSeek-V3)."""
+    return _with_arguments(message, lambda value: value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))
+
+
+def _with_arguments(message: Message, change: Any) -> Message:
+    def changed(call: Message) -> Message:
+        if "function" in call:
+            return call | {"function": changed(call["function"])}
+        return call | {"arguments": change(call["arguments"])} if "arguments" in call else call
+
+    return message | {"tool_calls": [changed(call) for call in message["tool_calls"]]} if "tool_calls" in message else message
+
+
+def _value(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:  # what a model wrote need not be JSON
+        return text

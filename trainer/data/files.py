@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 _JSON = (".jsonl", ".json")
 _MAKERS = {
     "sort_digits": "scripts/quickstart.sh",
+    "calculator": "scripts/calculator.sh",
     "gsm8k": "python -m data_preprocess.gsm8k --local_save_dir {}",
     "math": "python -m data_preprocess.math_dataset --local_save_dir {}",
 }

@@ -78,6 +78,7 @@ def ptx_stream(
         data.ptx_files,
         tokenizer,
         messages_key=None,
+        tools_key=None,
         prompt_key=data.ptx_prompt_key,
         response_key=data.ptx_response_key,
         max_length=data.ptx_max_length,

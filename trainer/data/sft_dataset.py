@@ -27,6 +27,7 @@ class SFTDataset:
         tokenizer: PreTrainedTokenizerBase,
         *,
         messages_key: str | None,
+        tools_key: str | None,
         prompt_key: str,
         response_key: str,
         max_length: int,
@@ -36,6 +37,7 @@ class SFTDataset:
     ) -> None:
         """messages_key: column of conversations; None: pairs in prompt_key and response_key. Rows without a response are dropped.
 
+        tools_key: column with the tools of a conversation, function schemas or their JSON text; None: conversations have none.
         max_length: maximum tokens of a row, EOS included; longer rows are truncated, or an error with truncation=error.
         keys: prefix of the keys max_length and truncation in the configuration, for messages.
 
@@ -43,8 +45,9 @@ class SFTDataset:
         """
         encoder = TurnEncoder(tokenizer, apply_chat_template_kwargs)
         if messages_key is not None:
-            rows = Rows(files, [messages_key])
-            encoded = encoder.chats(rows, rows.column(messages_key))
+            rows = Rows(files, [messages_key, *([] if tools_key is None else [tools_key])])
+            tools = None if tools_key is None else rows.column(tools_key)
+            encoded = encoder.chats(rows, rows.column(messages_key), tools)
         else:
             rows = Rows(files, [prompt_key, response_key])
             pairs = encoder.pairs(rows, rows.column(prompt_key), rows.column(response_key))
@@ -86,6 +89,7 @@ class SFTDataset:
                 else []
             ),
             *_notices(encoded, rows),
+            *(_without_tools(rows, messages_key) if messages_key is not None and tools_key is None else ()),
         )
 
     def __len__(self) -> int:
@@ -131,4 +135,15 @@ def _notices(encoded: Sequence[Sequence[Turns]], rows: Rows) -> Iterator[str]:
         yield (
             f"{still_open} assistant turns before the last are not ended by a special token of the chat template: the model "
             "learns to stop at the last turn only"
+        )
+
+
+def _without_tools(rows: Rows, messages_key: str) -> Iterator[str]:
+    """Warning about calls of tools that the prompts do not describe."""
+    chats = rows.column(messages_key)
+    called = [row for row, chat in enumerate(chats) if any(message.get("tool_calls") for message in chat)]
+    if called:
+        yield (
+            f"{len(called)} of {len(chats)} conversations have tool calls, and their prompts have no tools, which those of RL have "
+            f"(the first: {rows.where(called[0])}); data.tools_key names their column"
         )

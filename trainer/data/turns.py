@@ -10,8 +10,10 @@ tokens that generation would see. Cost: two renderings per assistant turn; token
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import takewhile
@@ -20,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from jinja2 import TemplateError
 
-from trainer.data.encoding import Messages, Refused, encode, token_ids
+from trainer.data.encoding import Message, Messages, Refused, encode, parsed, token_ids, with_text_arguments
 from trainer.data.processes import in_processes
 from trainer.data.seam import Break, Seams, appended
 
@@ -29,7 +31,12 @@ if TYPE_CHECKING:
 
     from trainer.data.files import Rows
 
-ROLES = ("system", "developer", "user", "assistant")
+OPTIONAL: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("system", "developer", "user"), ()),
+    "assistant": ("tool_calls",),
+    "tool": ("tool_call_id", "name"),
+}
+"""Roles, and the fields that their messages may have besides role and content."""
 MARK_THEM = "mark the assistant's tokens in the template with {% generation %} and {% endgeneration %}"
 MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
@@ -69,6 +76,7 @@ class TurnEncoder:
         self.tokenizer = tokenizer
         self.template_kwargs = template_kwargs
         self._seams = Seams(tokenizer, template_kwargs)
+        self._rendered: set[str] = set()
 
     def pairs(self, rows: Rows, prompts: Sequence[Messages], answers: Sequence[str]) -> list[Turns]:
         """Encode each prompt as in RL, followed by its response and EOS. Raises ValueError, one line, for non-text responses."""
@@ -86,32 +94,52 @@ class TurnEncoder:
             found.append(Turns(whole, np.arange(len(whole)) >= len(prompt), 1, int(not answer.strip()), 0))
         return found
 
-    def chats(self, rows: Rows, chats: Sequence[Any], *, last: bool = False) -> list[list[Turns]]:
-        """Encode each conversation with the chat template, into one row or several; see ``chat``."""
-        placed = [(rows.where(row), messages) for row, messages in enumerate(chats)]
+    def chats(
+        self, rows: Rows, chats: Sequence[Any], tools: Sequence[Any] | None = None, *, last: bool = False
+    ) -> list[list[Turns]]:
+        """Encode each conversation with the chat template, into one row or several; see ``chat``. tools: of each conversation."""
+        each = [None] * len(chats) if tools is None else tools
+        placed = [(rows.where(row), *item) for row, item in enumerate(zip(chats, each, strict=True))]
         return in_processes(partial(self._chats, last), placed, "conversations are tokenised")
 
-    def _chats(self, last: bool, placed: Sequence[tuple[str, Any]]) -> list[list[Turns]]:
-        return [self.chat(where, messages, last=last) for where, messages in placed]
+    def _chats(self, last: bool, placed: Sequence[tuple[str, Any, Any]]) -> list[list[Turns]]:
+        return [self.chat(where, messages, tools, last=last) for where, messages, tools in placed]
 
-    def chat(self, where: str, messages: Any, *, last: bool = False) -> list[Turns]:
+    def chat(self, where: str, messages: Any, tools: Any = None, *, last: bool = False) -> list[Turns]:
         """Encode one conversation into rows in which each assistant turn is trained once, in order.
 
         It is one row if the template marks turns with {% generation %}, which are then the trained tokens, or renders a turn in
         the prompt of the next one as when it was the last. Otherwise a turn that is rendered differently later ends its row.
-        EOS ends the last turn of a row if the template does not. where: location of the conversation, for error messages. last:
-        only the row of the last assistant turn.
+        EOS ends the last turn of a row if the template does not. where: location of the conversation, for error messages. tools:
+        OpenAI function schemas that the template renders, a list or its JSON text. last: only the row of the last assistant turn.
 
-        Raises ValueError, one line, for anything but a conversation of texts, and for a turn that does not continue its prompt.
+        Raises ValueError, one line, for anything but a conversation of texts, calls and their results, and for a turn that does
+        not continue its prompt.
         """
-        messages = texts_alone(where, messages)
+        messages = _checked_messages(where, messages)
+        tools = _checked_tools(where, tools)
+        self._check_rendered(where, messages, tools)
         try:
-            rows = self._by_marks(messages) if self.is_marked else self._by_prompts(where, messages, last)
-        except TemplateError as error:
+            rows = self._by_marks(messages, tools) if self.is_marked else self._by_prompts(where, messages, tools, last)
+        except (TemplateError, TypeError) as error:
             raise ValueError(f"{where}: the chat template rejects it: {error}") from error
         except Refused as error:
             raise ValueError(f"{where}: {error}") from error
         return [self._turns(*row) for row in rows]
+
+    def _check_rendered(self, where: str, messages: list[Message], tools: list[Any] | None) -> None:
+        """Raise ValueError, one line, if the template ignores tools or calls; the first conversation that has them shows it."""
+        bare = [{name: value for name, value in message.items() if name != "tool_calls"} for message in messages]
+        for what, is_here, changed in (("tools", tools is not None, (messages, None)), ("tool calls", bare != messages, (bare, tools))):
+            if is_here and what not in self._rendered:
+                self._rendered.add(what)
+                # A template that rejects the conversation without them does not ignore them.
+                with suppress(Refused):
+                    if self._seams.render_calls(*changed, prompt=False) == self._seams.render_calls(messages, tools, prompt=False):
+                        raise ValueError(
+                            f"{where}: the chat template does not render {what}: use a template that does "
+                            "(model.custom_chat_template), or leave them out of the data"
+                        )
 
     def _turns(self, ids: np.ndarray, spans: list[tuple[int, int]], contents: list[str], ends: bool) -> Turns:
         trained = np.zeros(len(ids), dtype=bool)
@@ -125,25 +153,28 @@ class TurnEncoder:
             n_open -= 1
         return Turns(ids.astype(np.int64), trained, len(contents), sum(not text.strip() for text in contents), n_open)
 
-    def _by_marks(self, messages: list[dict[str, str]]) -> list[Row]:
+    def _by_marks(self, messages: list[Message], tools: list[Any] | None) -> list[Row]:
         """The whole conversation as a row, with the spans of the template's {% generation %} marks."""
-        found: Any = self.tokenizer.apply_chat_template(
-            messages, **self.template_kwargs, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
-        )
+        more = self.template_kwargs | ({} if tools is None else {"tools": tools})
+        more |= {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
+        try:
+            found: Any = self.tokenizer.apply_chat_template(messages, **more)
+        except TypeError:  # as in Seams.render_calls
+            found = self.tokenizer.apply_chat_template([with_text_arguments(message) for message in messages], **more)
         edges = np.flatnonzero(np.diff(found["assistant_masks"], prepend=0, append=0)).reshape(-1, 2)
         spans = [(int(start), int(end)) for start, end in edges]
-        contents = [message["content"] for message in messages if message["role"] == "assistant"]
+        contents = [_content(message) for message in messages if message["role"] == "assistant"]
         return [(np.array(found["input_ids"]), spans, contents, messages[-1]["role"] == "assistant")]
 
-    def _by_prompts(self, where: str, messages: list[dict[str, str]], last: bool) -> list[Row]:
+    def _by_prompts(self, where: str, messages: list[Message], tools: list[Any] | None, last: bool) -> list[Row]:
         """Rows from the renderings of each turn's prompt, and of the conversation up to its end."""
         turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"][-1 if last else 0 :]
         texts = []
         for turn in turns:
-            texts.append(self._seams.render(messages[:turn], prompt=True))
-            texts.append(self._seams.render(messages[: turn + 1], prompt=False))
+            texts.append(self._seams.render_calls(messages[:turn], tools, prompt=True))
+            texts.append(self._seams.render_calls(messages[: turn + 1], tools, prompt=False))
         if messages[-1]["role"] != "assistant":
-            texts.append(self._seams.render(messages, prompt=False))
+            texts.append(self._seams.render_calls(messages, tools, prompt=False))
         encoded = token_ids(self.tokenizer, texts, special=False)
         rows: list[Row] = []
         spans: list[tuple[int, int]] = []
@@ -161,9 +192,9 @@ class TurnEncoder:
                 ids = np.append(before, token_ids(self.tokenizer, [answer], special=False)[0])
             start, end = len(before), None
             if 2 * i + 2 < len(encoded):
-                end = self._end_within(encoded[2 * i + 2], start, ids, messages[: turn + 1], prompt, text)
+                end = self._end_within(encoded[2 * i + 2], start, ids, messages[: turn + 1], tools, prompt, text)
             spans.append((start, len(ids) if end is None else end))
-            contents.append(messages[turn]["content"])
+            contents.append(_content(messages[turn]))
             if end is None:
                 rows.append((ids, spans, contents, True))
                 spans, contents = [], []
@@ -172,7 +203,14 @@ class TurnEncoder:
         return rows
 
     def _end_within(
-        self, following: np.ndarray, start: int, ids: np.ndarray, messages: list[dict[str, str]], prompt: str, text: str
+        self,
+        following: np.ndarray,
+        start: int,
+        ids: np.ndarray,
+        messages: list[Message],
+        tools: list[Any] | None,
+        prompt: str,
+        text: str,
     ) -> int | None:
         """End of the last turn of ``messages`` in the tokens ``following`` of a longer conversation; None if it is not in them.
 
@@ -182,19 +220,22 @@ class TurnEncoder:
         if _begins(following, ids[:end]):
             return end
         # A template may write more behind the last turn of a conversation (Phi-3: EOS). The turn is complete without it if the
-        # special token after its content, which a model has to generate, is the same in the longer conversation.
-        mark = token_ids(self.tokenizer, [self._behind(messages, text).lstrip()], special=False)[0]
+        # special token after its content, which a model has to generate, is the same in the longer conversation. After the content
+        # of a turn with calls come the calls, which may have special tokens of their own: such a turn ends its row.
+        if "tool_calls" in messages[-1]:
+            return None
+        mark = token_ids(self.tokenizer, [self._behind(messages, tools, text).lstrip()], special=False)[0]
         if not len(mark) or int(mark[0]) not in self._special:
             return None
         turn = self._seams.up_to_stop(prompt, text, int(mark[0]))
         end = 0 if isinstance(turn, Break) else len(token_ids(self.tokenizer, [turn], special=False)[0])
         return end if end and _begins(following, ids[:end]) else None
 
-    def _behind(self, messages: list[dict[str, str]], text: str) -> str:
+    def _behind(self, messages: list[Message], tools: list[Any] | None, text: str) -> str:
         """Text that the template writes after the content of the last message. text: the rendered conversation."""
         # A character of Unicode's private use area that does not occur in the text replaces the content.
         other = next(letter for letter in map(chr, range(0xE000, 0xF900)) if letter not in text)
-        changed = self._seams.render([*messages[:-1], messages[-1] | {"content": other}], prompt=False)
+        changed = self._seams.render_calls([*messages[:-1], messages[-1] | {"content": other}], tools, prompt=False)
         same = takewhile(lambda pair: pair[0] == pair[1], zip(reversed(text), reversed(changed), strict=False))
         return text[len(text) - sum(1 for _ in same) :]
 
@@ -224,21 +265,62 @@ class TurnEncoder:
         return {*self.tokenizer.all_special_ids, *(number for number, token in added.items() if token.special)}
 
 
-def texts_alone(where: str, messages: Any) -> list[dict[str, str]]:
-    """Messages reduced to role and content. Raises ValueError, one line, if they contain anything but text."""
+def _content(message: Message) -> str:
+    """Text of an assistant turn, or the names of its calls."""
+    return message["content"] or " ".join(call["function"]["name"] for call in message.get("tool_calls", ()))
+
+
+def _checked_messages(where: str, messages: Any) -> list[Message]:
+    """The messages, parsed, with empty texts for null contents of calls. Raises ValueError, one line, for unsupported ones."""
     if not isinstance(messages, list) or not messages or not all(isinstance(message, dict) for message in messages):
         raise ValueError(f"{where}: not a conversation; expected a list of messages {{role, content}}")
+    found: list[Message] = []
     for i, message in enumerate(messages):
-        role, content = message.get("role"), message.get("content")
-        if role not in ROLES:
-            raise ValueError(f"{where}, message {i}: the role is {role!r}; supported are {', '.join(ROLES)}")
+        here = f"{where}, message {i}"
+        # Files have null or empty fields where another message of the column has a value.
+        kept = {name: value for name, value in message.items() if name in ("role", "content") or value not in (None, [], "")}
+        role, content = kept.get("role"), kept.get("content")
+        if role not in OPTIONAL:
+            raise ValueError(f"{here}: the role is {role!r}; supported are {', '.join(OPTIONAL)}")
+        if content is None and "tool_calls" in kept and role == "assistant":
+            content = ""  # As the agents write it: some templates reject null.
         if not isinstance(content, str):
-            raise ValueError(f"{where}, message {i}: the content is a {type(content).__name__}; only text is supported")
-        # Tool calls, images or reasoning fields would be dropped silently, and another conversation trained.
-        more = sorted(name for name, value in message.items() if name not in ("role", "content") and value not in (None, [], ""))
-        if more:
-            raise ValueError(f"{where}, message {i}: has {', '.join(more)} besides role and content; only text is supported")
-    return [{"role": message["role"], "content": message["content"]} for message in messages]
+            raise ValueError(f"{here}: the content is a {type(content).__name__}; only text is supported")
+        # Images or reasoning fields would be dropped silently, and another conversation trained.
+        if more := sorted(kept.keys() - {"role", "content", *OPTIONAL[role]}):
+            raise ValueError(f"{here}: has {', '.join(more)} besides role and content; only text and tool calls are supported")
+        calls = kept.get("tool_calls", [])
+        if not isinstance(calls, list) or not all(map(_is_call, calls)):
+            raise ValueError(f"{here}: tool_calls must be a list of {{type, function: {{name, arguments}}}}, as in OpenAI's API")
+        if calls:
+            kept["tool_calls"] = [_without_null(call) for call in calls]
+        found.append({"role": role, "content": content} | kept | {"content": content})
+    return parsed(found)
+
+
+def _is_call(call: Any) -> bool:
+    function = call.get("function") if isinstance(call, dict) else None
+    return isinstance(function, dict) and isinstance(function.get("name"), str) and isinstance(function.get("arguments"), str | dict)
+
+
+def _checked_tools(where: str, tools: Any) -> list[Any] | None:
+    """Function schemas; None without any. Raises ValueError, one line, for anything else."""
+    try:
+        tools = json.loads(tools) if isinstance(tools, str) and tools else tools
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{where}: the tools are not JSON: {error}") from error
+    if not tools:
+        return None
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise ValueError(f"{where}: the tools are not a list of function schemas, or its JSON text")
+    return [_without_null(tool) for tool in tools]
+
+
+def _without_null(value: Any) -> Any:
+    """The value without null fields: in a parquet file all structs of a column have the same fields."""
+    if isinstance(value, dict):
+        return {name: _without_null(item) for name, item in value.items() if item is not None}
+    return [_without_null(item) for item in value] if isinstance(value, list) else value
 
 
 def _begins(whole: np.ndarray, part: np.ndarray) -> bool:

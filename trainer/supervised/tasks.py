@@ -82,6 +82,7 @@ class SFTTask:
             files,
             tokenizer,
             messages_key=data.messages_key,
+            tools_key=data.tools_key,
             prompt_key=data.prompt_key,
             response_key=data.response_key,
             max_length=data.max_length,

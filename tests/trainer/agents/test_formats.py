@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from tests.trainer.agents.families import LLAMA3, QWEN25, Family
 from trainer.agents.formats import FORMATS, AssistantTurn, MalformedCall, ToolCall, call_format, opens_thinking, parse_turn
-from trainer.agents.messages import parsed
+from trainer.data.encoding import parsed
 
 Arguments = dict[str, Any]
 Calls = list[tuple[str, Arguments]]

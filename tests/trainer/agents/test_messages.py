@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from trainer.agents.messages import Message, call_ids, canonical, difference, parsed, with_text_arguments
+from trainer.agents.messages import call_ids, canonical, difference
+from trainer.data.encoding import Message, parsed, with_text_arguments
 
 
 def asked(arguments: Any, **more: Any) -> Message:

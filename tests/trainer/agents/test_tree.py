@@ -11,9 +11,8 @@ import pytest
 
 from tests.trainer.agents.families import CORPUS, DEEPSEEK, EOS, FAMILIES, GPT_OSS, LLAMA3, PLAIN, QWEN3, QWEN25, Family, Message
 from tests.trainer.agents.simulation import TOOLS, check, converse
-from trainer.agents.messages import parsed
 from trainer.agents.tree import BrokenConversation, Call, ConversationTree, Row
-from trainer.data.encoding import Refused
+from trainer.data.encoding import Refused, parsed
 from trainer.data.seam import Seams
 from workers.rollout.base import Completion
 

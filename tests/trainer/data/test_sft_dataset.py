@@ -11,6 +11,7 @@ from trainer.data.sft_dataset import SFTDataset
 TOKENIZER = byte_tokenizer()
 SETTINGS: dict[str, Any] = {
     "messages_key": None,
+    "tools_key": None,
     "prompt_key": "prompt",
     "response_key": "response",
     "max_length": 64,

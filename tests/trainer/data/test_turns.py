@@ -209,10 +209,9 @@ def test_generation_marks_take_precedence(tmp_path: Path) -> None:
 
 REFUSED = {
     "not a conversation": [],
-    "message 1: the role is 'tool'; supported are system, developer": [CHAT[1], {"role": "tool", "content": "x"}],
+    "message 1: the role is 'function'; supported are system, developer": [CHAT[1], {"role": "function", "content": "x"}],
     "message 0: the content is a list; only text": [{"role": "user", "content": ["a picture"]}],
     "message 1: has reasoning_content besides": [CHAT[1], {"role": "assistant", "content": "a", "reasoning_content": "hm"}],
-    "message 1: has tool_calls besides": [CHAT[1], {"role": "assistant", "content": "a", "tool_calls": [{"name": "f"}]}],
 }
 
 

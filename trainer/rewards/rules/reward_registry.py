@@ -31,6 +31,11 @@ def _exact_match(solution_str: str, ground_truth: Any, extra_info: dict[str, Any
     return float(extra_info["finished"] and solution_str == str(ground_truth))
 
 
+def _tool_answer(solution_str: str, ground_truth: Any, extra_info: dict[str, Any], config: ScoringConfig) -> float:
+    """As exact_match, for the text after the last tool result: the response has calls and results, too."""
+    return _exact_match(solution_str.rpartition("</tool_response>")[2], ground_truth, extra_info, config)
+
+
 def _code(solution_str: str, ground_truth: Any, extra_info: dict[str, Any], config: ScoringConfig) -> dict[str, float]:
     return code.score(solution_str, ground_truth, config.code, seconds=config.timeout)
 
@@ -49,6 +54,7 @@ SCORERS: dict[str, Scorer] = {
     "math": _math,
     "math_dapo": _math_dapo,
     "exact_match": _exact_match,
+    "tool_answer": _tool_answer,
     "code": _code,
     "judge": _judge,
     NO_RULES: _none,
@@ -64,6 +70,7 @@ DATA_SOURCES: dict[str, str] = {
     **dict.fromkeys(("math_dapo", "math", "math_dapo_reasoning"), "math_dapo"),
     **dict.fromkeys(("codecontests", "apps", "codeforces", "taco"), "code"),
     **dict.fromkeys(("sort_digits", "exact_match"), "exact_match"),
+    "calculator": "tool_answer",
     "judge": "judge",
 }
 """Scorer of each data source. Data sources that start with aime also use math_dapo."""
