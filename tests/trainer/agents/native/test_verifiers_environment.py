@@ -6,6 +6,7 @@ The stand-in has the interfaces of verifiers 0.3.1 that the adapter uses; the te
 import asyncio
 import sys
 from collections.abc import Iterator
+from importlib import import_module
 from importlib.util import find_spec
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -19,7 +20,7 @@ from trainer.agents.native.verifiers_environment import VerifiersEnvironment
 from trainer.agents.sessions.protocol import Task
 
 TASK = Task(0, [], "verifiers", None, {"index": 1}, None, 64, 64)
-ROWS = [{"question": f"1 + {n}?", "answer": str(1 + n)} for n in range(2)]
+ROWS = [{"prompt": [{"role": "user", "content": f"1 + {n}?"}], "answer": str(1 + n), "example_id": n} for n in range(2)]
 PROMPT = {"role": "user", "content": "1 + 1?"}
 AGAIN = {"role": "user", "content": "No. Again."}
 CALL = {"id": "call_1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1, "b": 1}'}}
@@ -50,7 +51,7 @@ class FakeEnv:
         self.rubric = SimpleNamespace(score_rollout=self.score, cleanup=self.cleanup)
 
     def get_dataset(self) -> list[dict[str, Any]]:
-        return [{"prompt": [{"role": "user", "content": row["question"]}], "answer": row["answer"]} for row in ROWS]
+        return ROWS
 
     async def rollout(self, row: Any, client: Any, model: str, sampling_args: Any) -> Any:
         assert isinstance(client, AnyClient)
@@ -128,9 +129,8 @@ def test_errors_of_the_environment_end_the_session() -> None:
 @pytest.mark.soak
 @pytest.mark.skipif(find_spec("verifiers") is None, reason="verifiers is not installed; its pins conflict with ours: own environment")
 def test_the_package_itself_runs() -> None:
-    import_datasets = pytest.importorskip("datasets", reason="verifiers needs datasets")
-    vf = pytest.importorskip("verifiers", reason="verifiers is not installed")
-    data = import_datasets.Dataset.from_list(ROWS)
+    datasets, vf = import_module("datasets"), import_module("verifiers")
+    data = datasets.Dataset.from_list(ROWS)
 
     async def right(completion: Any, answer: str) -> float:
         return float(completion[-1].content == answer)
