@@ -131,6 +131,8 @@ class ToolBox:
             output = await self._execute(tool, call.arguments)
         except UserCodeError as error:
             return self._error(call.id, call.name, "timeout" if error.late else "error", f"{call.name} failed: {error}")
+        if output.failed:
+            return self._error(call.id, call.name, "error", f"{call.name} failed: {output.text}")
         return ToolResult(call.id, call.name, "ok", self._shown(output.text), output.reward, output.metrics)
 
     async def _execute(self, tool: AnyTool, arguments: Mapping[str, Any]) -> ToolOutput:
