@@ -96,11 +96,11 @@ def load_environment(name: str, key: str) -> type[Environment]:
             for name, value in vars(module).items()
             if isinstance(value, type) and issubclass(value, Environment) and value.__module__ == module.__name__
         ]
-        there = ", ".join(own) or "none"
-        raise ValueError(f"{key}: {file.name} has no subclass {attribute} of trainer.agents.environments.Environment; it has {there}")
-    for method, base in ((found.reset, Environment.reset), (found.step, Environment.step)):
-        if method is base:
-            raise ValueError(f"{key}: {attribute} has no method {base.__name__}")
+        there, base = ", ".join(own) or "none", f"{Environment.__module__}.Environment"
+        raise ValueError(f"{key}: {file.name} has no subclass {attribute} of {base}; it has {there}")
+    for method, inherited in ((found.reset, Environment.reset), (found.step, Environment.step)):
+        if method is inherited:
+            raise ValueError(f"{key}: {attribute} has no method {inherited.__name__}")
     if (found.state is Environment.state) != (found.load is Environment.load):
         raise ValueError(f"{key}: {attribute} has only one of the methods state and load; write both, or neither")
     return found

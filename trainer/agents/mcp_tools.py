@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 import sys
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
@@ -33,6 +34,8 @@ _LAUNCHER = (
     "os.execvp(sys.argv[3], sys.argv[3:])"
 )
 """Program that asks the kernel to end it with its parent, and then becomes the server. The SDK starts no other way."""
+_TASKS: dict[asyncio.Task[None], asyncio.Event] = {}
+"""Work for a connection, in the thread of connections -> the event that ends the connection."""
 _CLASSES = ("verl.tools.mcp_base_tool.MCPBaseTool", "verl.tools.mcp_search_tool.MCPSearchTool")
 _STDIO, _HTTP = {"command", "args", "env", "cwd"}, {"url", "headers", "auth_token"}
 _NAMES = {"type", "transport", "description", "timeout"}  # other keys of common server files; not needed
@@ -68,7 +71,6 @@ class McpServer:
         self._seconds, self._rate = seconds, rate
         self._session: asyncio.Future[Any] | None = None
         self._lost = asyncio.Event()
-        self._tasks: set[asyncio.Task[None]] = set()
         self._free = 0.0
         """Time of the loop from which on the rate permits a call."""
 
@@ -107,7 +109,7 @@ class McpServer:
             async with asyncio.timeout(self._seconds):
                 result = await session.call_tool(name, arguments)
         except asyncio.CancelledError:  # by the limit of the session
-            self._start(_check(session, lost))
+            _start(_check(session, lost), lost)
             raise
         except Exception as error:  # of the SDK, and of the packages that it uses for pipes and HTTP
             await _check(session, lost)
@@ -120,14 +122,9 @@ class McpServer:
         """Session of the SDK, and whether it was lost. Raises McpError."""
         if self._session is None or self._lost.is_set():
             self._session, self._lost = asyncio.get_running_loop().create_future(), asyncio.Event()
-            self._start(self._serve(self._session, self._lost))
+            _start(self._serve(self._session, self._lost), self._lost)
         lost = self._lost
         return await asyncio.shield(self._session), lost
-
-    def _start(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.ensure_future(work)
-        self._tasks.add(task)  # the loop itself would not keep it alive
-        task.add_done_callback(self._tasks.discard)
 
     async def _serve(self, ready: asyncio.Future[Any], lost: asyncio.Event) -> None:
         """Hold the connection until it is lost."""
@@ -154,7 +151,10 @@ class McpServer:
         if "command" in config:
             from mcp import StdioServerParameters, stdio_client
 
-            args = ["-I", "-S", "-c", _LAUNCHER, stop.__file__, str(os.getpid()), config["command"], *config.get("args", ())]
+            program, path = config["command"], (config.get("env") or {}).get("PATH")
+            if "/" not in program and shutil.which(program, path=path) is None:
+                raise McpError(f"there is no program {program}")
+            args = ["-I", "-S", "-c", _LAUNCHER, stop.__file__, str(os.getpid()), program, *config.get("args", ())]
             env = {name: str(value) for name, value in (config.get("env") or {}).items()}
             return stdio_client(StdioServerParameters(command=sys.executable, args=args, env=env or None, cwd=config.get("cwd")))
         from mcp.client.streamable_http import streamable_http_client
@@ -174,7 +174,7 @@ def load_mcp_tools(entry: Mapping[str, Any], where: str) -> list[McpTool]:
     """
     name = entry.get("class_name")
     if name not in (None, *_CLASSES):
-        raise ValueError(f"{where}.class_name={name}: MCP tools have no class of their own; use {', '.join(_CLASSES)}, or no class_name")
+        raise ValueError(f"{where}.class_name={name}: MCP tools have no class of their own; use {_CLASSES[0]}, or none")
     config, mcp = entry.get("config") or {}, entry.get("mcp")
     if not isinstance(mcp, Mapping) or len(mcp.keys() & {"servers", "mcp_servers_config_path"}) != 1:
         raise ValueError(f"{where}.mcp: it must have one of mcp_servers_config_path and servers")
@@ -195,12 +195,26 @@ def load_mcp_tools(entry: Mapping[str, Any], where: str) -> list[McpTool]:
             found += asyncio.run_coroutine_threadsafe(own.tools(), _connections()).result()
         except Exception as error:  # of the SDK too
             raise ValueError(f"{where}.mcp: server {name}: {_in_words(error)}") from error
-    there = [tool.name for tool in found]
-    if missing := [name for name in selected if name not in there]:
-        raise ValueError(f"{where}.mcp.tool_selected_list: no tool {', '.join(missing)}; the servers have {', '.join(there) or 'none'}")
+    names = [tool.name for tool in found]
+    there = ", ".join(names) or "none"
+    if missing := [name for name in selected if name not in names]:
+        raise ValueError(f"{where}.mcp.tool_selected_list: no tool {', '.join(missing)}; the servers have {there}")
     if not found:
         raise ValueError(f"{where}.mcp: the servers have no tool")
     return [tool for tool in found if not selected or tool.name in selected]
+
+
+def close_servers() -> None:
+    """End the servers of this process, for a process that continues without them. A later call starts them again."""
+
+    async def close() -> None:
+        tasks = {**_TASKS}
+        for lost in tasks.values():
+            lost.set()
+        if tasks:
+            await asyncio.wait(tasks)
+
+    asyncio.run_coroutine_threadsafe(close(), _connections()).result()
 
 
 def _servers(mcp: Mapping[str, Any], where: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -235,6 +249,12 @@ def _connections() -> asyncio.AbstractEventLoop:
     # The kernel ends servers with the thread that started them: this one lasts as long as the process.
     threading.Thread(target=loop.run_forever, name="mcp", daemon=True).start()
     return loop
+
+
+def _start(work: Coroutine[Any, Any, None], lost: asyncio.Event) -> None:
+    task = asyncio.ensure_future(work)
+    _TASKS[task] = lost
+    task.add_done_callback(_TASKS.pop)
 
 
 async def _check(session: Any, lost: asyncio.Event) -> None:

@@ -16,7 +16,7 @@ from trainer.agents.messages import Message
 
 
 class VerifiersEnvironment(Environment):
-    """Base class: set ``env``, once in the user's file (the package installs signal handlers, for which it needs the main thread).
+    """Base class: set ``env``, at the top of the file: the package installs signal handlers, in the main thread.
 
     A task is row ``extra_info["index"]`` of the environment's data set. The reward is that of the rubric, with the last turn.
     """

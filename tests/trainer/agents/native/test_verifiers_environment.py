@@ -127,7 +127,7 @@ def test_errors_of_the_environment_end_the_session() -> None:
 
 
 @pytest.mark.soak
-@pytest.mark.skipif(find_spec("verifiers") is None, reason="verifiers is not installed; its pins conflict with ours: own environment")
+@pytest.mark.skipif(find_spec("verifiers") is None, reason="verifiers is not installed; its pins conflict: own environment")
 def test_the_package_itself_runs() -> None:
     datasets, vf = import_module("datasets"), import_module("verifiers")
     data = datasets.Dataset.from_list(ROWS)
