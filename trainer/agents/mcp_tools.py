@@ -56,7 +56,7 @@ class McpTool(FunctionTool):
 
     def bind(self, arguments: Mapping[str, Any]) -> Callable[[], Awaitable[ToolOutput]]:
         async def call() -> ToolOutput:
-            work = asyncio.run_coroutine_threadsafe(self.server.call(self.name, dict(arguments)), _connections())
+            work = asyncio.run_coroutine_threadsafe(self.server.run_tool(self.name, dict(arguments)), _connections())
             return await asyncio.wrap_future(work)
 
         return call
@@ -94,7 +94,7 @@ class McpServer:
             if (cursor := _fields(page).get("nextCursor")) is None:
                 return found
 
-    async def call(self, name: str, arguments: dict[str, Any]) -> ToolOutput:
+    async def run_tool(self, name: str, arguments: dict[str, Any]) -> ToolOutput:
         """Result of a call; an error is a result too."""
         try:
             session, lost = await self._connected()
@@ -259,10 +259,12 @@ def _start(work: Coroutine[Any, Any, None], lost: asyncio.Event) -> None:
 
 async def _check(session: Any, lost: asyncio.Event) -> None:
     """Set ``lost`` if the server does not reply: it has ended, or a tool blocks all of it."""
-    try:
+    replied = False
+    with suppress(Exception):  # no reply in time, or no connection
         async with asyncio.timeout(_PING):
             await session.send_ping()
-    except Exception:  # no reply in time, or no connection
+        replied = True
+    if not replied:
         lost.set()
 
 
