@@ -82,7 +82,8 @@ class McpServer:
         cursor = None
         while True:
             session, _ = await self._connected()
-            page = await session.list_tools(params=None if cursor is None else PaginatedRequestParams(cursor=cursor))
+            async with asyncio.timeout(_START):
+                page = await session.list_tools(params=None if cursor is None else PaginatedRequestParams(cursor=cursor))
             for tool in page.tools:
                 # By the names of the protocol: those of the SDK differ between its versions.
                 schema = _fields(tool)["inputSchema"]
