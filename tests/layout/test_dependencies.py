@@ -61,18 +61,18 @@ def imported(*trees: str) -> set[str]:
 
 
 def test_imports_of_the_packages_are_declared() -> None:
-    assert imported() - declared("hub", "serve", "slurm", "sweep", *TRACKERS, *ENGINES) == set()
+    assert imported() - declared("hub", "mcp", "serve", "slurm", "sweep", *TRACKERS, *ENGINES) == set()
 
 
 def test_imports_of_tests_and_scripts_are_declared() -> None:
-    assert imported("tests", "scripts", "examples") - declared("hub", "serve", *TRACKERS, *ENGINES, "dev") == set()
+    assert imported("tests", "scripts", "examples") - declared("hub", "mcp", "serve", *TRACKERS, *ENGINES, "dev") == set()
 
 
 def test_declared_dependencies_are_imported() -> None:
     core = imported()
     assert declared() - core - NOT_IMPORTED.keys() == set()
     assert (
-        declared("dev", "hub", "serve", "slurm", "sweep", *TRACKERS, *ENGINES)
+        declared("dev", "hub", "mcp", "serve", "slurm", "sweep", *TRACKERS, *ENGINES)
         - declared()
         - core
         - imported("tests", "scripts", "examples")
@@ -84,7 +84,7 @@ def test_declared_dependencies_are_imported() -> None:
 
 def test_optional_packages_are_not_imported_at_module_level() -> None:
     """A module with such an import cannot be loaded without the extra."""
-    optional = declared("hub", "serve", "sweep", *TRACKERS, *ENGINES) - declared()
+    optional = declared("hub", "mcp", "serve", "sweep", *TRACKERS, *ENGINES) - declared()
     at_top = [
         f"{path}:{node.lineno}"
         for path in python_files()

@@ -12,6 +12,8 @@ OTHERS = {
     "trainer/rewards/scoring.py": "a scorer: timeouts.reward, around all scoring",
     "trainer/rewards/remote/remote_rewards.py": "a request, which has a timeout of its own; and the same limit",
     "trainer/checkpoint/saver.py": "a copy to remote_dir that has ended without an error",
+    "trainer/agents/mcp_tools.py": "the start and the end of MCP servers, which have limits of their own",
+    "trainer/agents/native/verifiers_environment.py": "a task of asyncio that has ended",
 }
 
 

@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 
 from jsonschema import Draft202012Validator
 from jsonschema.exceptions import SchemaError, best_match
+from referencing.exceptions import Unresolvable
 
 Schema = dict[str, Any]
 _MOST_CHARACTERS = 300
@@ -82,7 +83,7 @@ def from_text(text: str, schema: Schema) -> Any:
         wrong = {error.validator for error in check.iter_errors(value)}
         # A value of the right type that is too large, say, is a value all the same.
         return text if wrong and ("type" in wrong or check.is_valid(text)) else value
-    except Exception:  # no JSON, or a schema that cannot be used: any exception of the validator
+    except (ValueError, TypeError, ArithmeticError, RecursionError, re.error, Unresolvable):  # no JSON, an unusable schema
         return text
 
 

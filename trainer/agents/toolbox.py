@@ -156,6 +156,8 @@ class ToolBox:
             status: Status = "timeout" if error.late else "error"
             return self._error(call.id, call.name, status, f"{call.name} failed: {error}", time.monotonic() - start)
         text, seconds = self._shown(output.text), time.monotonic() - start
+        if output.failed:
+            return self._error(call.id, call.name, "error", f"{call.name} failed: {output.text}", seconds)
         return ToolResult(call.id, call.name, "ok", text, output.reward, output.metrics, seconds)
 
     async def _execute(self, tool: AnyTool, arguments: Mapping[str, Any]) -> ToolOutput:

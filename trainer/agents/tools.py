@@ -27,11 +27,15 @@ _PLAIN = (str, int, float, bool, list, tuple, dict, type(None), Any)
 
 @dataclass(frozen=True, slots=True)
 class ToolOutput:
-    """What a call returned. reward: of the call, 0 if the tool gives none. metrics: other numbers of the tool's."""
+    """What a call returned. reward: of the call, 0 if the tool gives none. metrics: other numbers of the tool's.
+
+    failed: text is an error that the tool reports.
+    """
 
     text: str
     reward: float = 0.0
     metrics: Mapping[str, float] = field(default_factory=dict)
+    failed: bool = False
 
 
 class FunctionTool:

@@ -20,6 +20,7 @@ import yaml
 
 from trainer.agents import tools
 from trainer.agents.interactions import BaseInteraction
+from trainer.agents.mcp_tools import load_mcp_tools
 from trainer.agents.tools import AnyTool, FunctionTool, StatefulTool
 from trainer.run.user_code import check_file, describe, load_module
 
@@ -92,14 +93,21 @@ def load_function_tools(path: str, key: str) -> list[AnyTool]:
 
 
 def load_tools(path: str, key: str) -> list[AnyTool]:
-    """Tools of a YAML file in verl's form: ``tools: [{class_name, config: {type: native}, tool_schema}]``. Raises ValueError."""
+    """Tools of a YAML file in verl's form: ``tools: [{class_name, config: {type: native}, tool_schema}]``. Raises ValueError.
+
+    Entries with ``mcp`` are MCP servers, see load_mcp_tools.
+    """
     key = f"{key}={path}"
     loaded: list[AnyTool] = []
     for i, entry in enumerate(_entries(path, "tools", key)):
         where = f"{key}: tools[{i}]"
         config = entry.get("config") or {}
-        if (kind := config.get("type", "native")) != "native":
-            raise ValueError(f"{where}.config.type={kind}: only native tools are supported")
+        # Versions of verl without config.type have ``mcp`` alone.
+        if (kind := config.get("type", "mcp" if "mcp" in entry else "native")) not in ("native", "mcp"):
+            raise ValueError(f"{where}.config.type={kind}: it must be native or mcp")
+        if kind == "mcp":
+            loaded += load_mcp_tools(entry, where)
+            continue
         cls = _load_class(entry, where)
         schema = entry.get("tool_schema")
         try:
@@ -158,7 +166,7 @@ def _entries(path: str, section: str, key: str) -> list[dict[str, Any]]:
 def _is_entry(entry: Any) -> bool:
     return (
         isinstance(entry, Mapping)
-        and isinstance(entry.get("class_name"), str)
+        and (isinstance(entry.get("class_name"), str) or ("mcp" in entry and "class_name" not in entry))
         and isinstance(entry.get("config") or {}, Mapping)
         and isinstance(entry.get("name") or "", str)
     )

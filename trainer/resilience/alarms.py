@@ -89,7 +89,7 @@ class AlarmRule:
 
     name: key below ``alarms`` in the configuration. measured: description of the number in a message. advice: what to check or
     change, in the same message. below: fires below the bound instead of above it. steps: number of steps that enter the number;
-    a rollback has to precede all of them.
+    a rollback has to precede all of them. by_clock: the number depends on the clock, so its counts are in no checkpoint.
     """
 
     name: str
@@ -98,6 +98,7 @@ class AlarmRule:
     advice: str
     below: bool = False
     steps: int = 1
+    by_clock: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +157,10 @@ class Alarms:
         return [Alarm(config.action, text, self.since[rule.name] - rule.steps)]
 
     def state(self) -> dict[str, Any]:
-        return {"memory": asdict(self.memory), "beyond": dict(self.beyond), "since": dict(self.since)}
+        # Checkpoints of runs that are repeated are equal.
+        by_clock = {rule.name for rule, _ in self.rules if rule.by_clock}
+        beyond, since = ({name: n for name, n in of.items() if name not in by_clock} for of in (self.beyond, self.since))
+        return {"memory": asdict(self.memory), "beyond": beyond, "since": since}
 
     def load(self, state: dict[str, Any]) -> None:
         self.memory = AlarmMemory(**state["memory"])
@@ -359,6 +363,7 @@ IDLE = AlarmRule(
     "the larger of perf/rollout_idle and perf/trainer_idle",
     "one pool waits for the other: move GPUs to the pool that is waited for (placement.pools); so that a few long responses do "
     "not hold up a batch, use async_training.mode=async with a larger max_staleness and oversubmit",
+    by_clock=True,
 )
 
 

@@ -229,8 +229,7 @@ class GroupBuffer:
         if self.agents is None:
             return arrays
         found = [response.session if response.rows is None else response.rows for response in responses]
-        running = [self.agents.agents.journal(one.task.id) if isinstance(one, Session) else None for one in found]
-        return arrays | pack(found, running)
+        return arrays | pack(found, [self.agents.journal(one) if isinstance(one, Session) else None for one in found])
 
     def load_arrays(self, arrays: Mapping[str, Tensor]) -> None:
         """Replace all groups by those of ``arrays``; none for a checkpoint without them."""

@@ -250,7 +250,7 @@ def test_an_installed_verl_is_used_instead(tmp_path: Path, monkeypatch: pytest.M
         ("json.GuessTool", YAML, "json has no class GuessTool"),
         ("FILE:Nothing", YAML, "has no class Nothing"),
         ("verl.tools.mcp_base_tool.MCPBaseTool", YAML, "verl is not installed, and without it there are .*verl.tools.base_tool"),
-        ("FILE:GuessTool", YAML.replace("native", "mcp"), r"tools\[0\]\.config\.type=mcp: only native tools are supported"),
+        ("FILE:GuessTool", YAML.replace("native", "grpc"), r"tools\[0\]\.config\.type=grpc: it must be native or mcp"),
         ("FILE:GuessTool", YAML.replace('["guess"]', '["other"]'), r"GuessTool cannot be created: AssertionError"),
         ("FILE:GuessTool", YAML.split("    tool_schema")[0], "GuessTool cannot be created"),
         ("FILE:GuessTool", "tools: 3", "it must have a list «tools»"),

@@ -101,7 +101,8 @@ def _text(one: Session | Batch | None, journal: Journal | None) -> str:
     if isinstance(one, Batch):
         return json.dumps(one.objects["session"][0])
     assert journal is not None, "an unfinished session has a journal"
-    return json.dumps({"call": [one.call.key, one.call.ordinal], "outcomes": journal.outcomes})
+    call = (one.call.key, one.call.ordinal) if one.interrupted is None else one.interrupted
+    return json.dumps({"call": call, "outcomes": journal.outcomes})
 
 
 def _joined(columns: Sequence[Tensor], dtype: torch.dtype) -> Tensor:

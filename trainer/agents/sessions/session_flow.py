@@ -134,6 +134,12 @@ class AgentSessions:
         return Session(id, task, seed, greedy)
 
 
+    def journal(self, session: Session) -> Journal:
+        """Journal of a session that has begun."""
+        # A session that was restored is started again when a flow gets it.
+        return self.agents.journal(session.task.id) if session.journal is None else session.journal
+
+
 class SessionFlow:
     """Sessions that go through the agent processes and the engines; the methods are those of RolloutFlow.
 
@@ -320,8 +326,13 @@ def finished_rows(id: int, session: Finished) -> Batch:
 
 
 def agent_metrics(sessions: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Means over sessions of their metrics, 0 where a session lacks one. sessions: facts of ``finished_rows``."""
+    """Means over sessions of their metrics, 0 where a session lacks one. sessions: facts of ``finished_rows``.
+
+    Seconds are sums, under timing_s: they depend on the clock.
+    """
     of_each = [session["metrics"] for session in sessions]
     names = sorted({name for metrics in of_each for name in metrics})
-    means = {f"agents/{name}": sum(metrics.get(name, 0.0) for metrics in of_each) / len(of_each) for name in names}
-    return means | {"agents/turns/max": max(metrics["turns"] for metrics in of_each)}
+    sums = {name: sum(metrics.get(name, 0.0) for metrics in of_each) for name in names}
+    seconds = {f"timing_s/agents/{name}": sums.pop(name) for name in names if name.endswith("seconds")}
+    means = {f"agents/{name}": value / len(of_each) for name, value in sums.items()}
+    return seconds | means | {"agents/turns/max": max(metrics["turns"] for metrics in of_each)}

@@ -1,0 +1,132 @@
+"""Complete runs whose responses are conversations with a calculator; the model has random weights, the engine is embedded.
+
+A parser of the task's own makes a call of almost every response, so that conversations have several turns without training.
+"""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+import trainer.rollout.remote_rollout as remote_rollout
+from data_preprocess import calculator, tiny_model
+from tests.runs import repeatable, run_ppo
+from tests.threads import use_threads
+from tests.workers.rollout.vllm_workers import CPU_BUILD
+
+PARSER = '''
+def parse(text, tools):
+    """A response is a call, unless its length is a multiple of 4."""
+    if len(text) % 4 == 0:
+        return text, []
+    return "", [{"name": "calculator", "arguments": {"expression": "1" + "".join(filter(str.isdigit, text))}}]
+'''
+REWARD = '''
+def compute_score(data_source, solution_str, ground_truth, extra_info):
+    return len(solution_str) % 5 + extra_info["num_turns"]
+'''
+MULTI_TURN = "actor_rollout_ref.rollout.multi_turn"
+RUN = (
+    "algorithm=grpo", "data.train_batch_size=4", "actor_rollout_ref.actor.ppo_mini_batch_size=4", "actor_rollout_ref.rollout.n=2",
+    "data.max_prompt_length=16", "data.max_response_length=40", "trainer.total_training_steps=4", "trainer.save_freq=1",
+    f"{MULTI_TURN}.enable=true", f"{MULTI_TURN}.max_assistant_turns=3", "actor_rollout_ref.rollout.agent.num_workers=1",
+)  # fmt: skip
+CORRECTED = ("algorithm.rollout_correction.rollout_is=token",)
+AHEAD = (
+    *CORRECTED, "trainer.backend=ray", "placement=split", "trainer.n_gpus_per_node=2", "async_training.mode=async",
+    "async_training.max_staleness=2",
+)  # fmt: skip
+MODES = {
+    "synchronous": (),
+    "filter_groups": ("algorithm.filter_groups.enable=true", "algorithm.filter_groups.metric=seq_reward"),
+    "partial": (*CORRECTED, "async_training.mode=partial", "async_training.max_age=2"),
+    "async": AHEAD,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With heads of size 32: vLLM has no smaller ones on CPU."""
+    folder = tmp_path_factory.mktemp("calculator")
+    calculator.main([f"--local_save_dir={folder}", "--train_size=16", "--test_size=4", "--sft_size=0"])
+    tiny_model.main(
+        [f"--save_dir={folder / 'base'}", "--tools", "--alphabet=0123456789+", "--num_attention_heads=3", "--num_key_value_heads=1"]
+    )
+    (folder / "reward.py").write_text(REWARD)
+    (folder / "parser.py").write_text(PARSER)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def short_ticks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote_rollout, "STEPS", 4)
+
+
+def run(task: Path, folder: Path, *overrides: str) -> list[dict[str, float]]:
+    tools = (f"{MULTI_TURN}.function_tool_path={calculator_file()}", f"{MULTI_TURN}.format={task / 'parser.py'}:parse")
+    return run_ppo(task, folder / "run", *RUN, *tools, f"trainer.rollout_data_dir={folder / 'rollouts'}", *overrides)
+
+
+def calculator_file() -> str:
+    from trainer.agents.native import calculator as module
+
+    return module.__file__
+
+
+def dump(folder: Path, step: int) -> dict[str, Tensor]:
+    return load_file(folder / "rollouts" / f"step_{step}.safetensors")
+
+
+def turns(mask: Tensor) -> int:
+    """Number of stretches of trained tokens."""
+    return int((mask.diff(prepend=torch.zeros(1)) == 1).sum())
+
+
+def test_turns_are_trained_as_they_were_sampled(task: Path, tmp_path: Path) -> None:
+    """Log-probs of the trainer, which sees whole conversations, are those of the engine, which saw one call at a time."""
+    steps = run(task, tmp_path)
+    assert max(step["training/rollout_log_probs_diff_max"] for step in steps) < 1e-5
+    assert all(1 < step["agents/turns"] <= 3 and step["agents/turns/max"] == 3 for step in steps)
+    rows = dump(tmp_path, 1)
+    masks = rows["tokens.response_mask"].split(rows["lengths"].tolist())
+    assert {turns(mask) for mask in masks} >= {1, 3}
+    assert all(mask[: int(length)].sum() == 0 for mask, length in zip(masks, rows["rows.prompt_length"], strict=True))
+    ids = rows["tokens.input_ids"].split(rows["lengths"].tolist())
+    sampled = [(row[int(length) :] if mask is not None else row) for row, mask, length in zip(ids, masks, rows["rows.prompt_length"], strict=True)]
+    assert max(len(row) for row in sampled) <= 40, "turns and results together"
+    observed = sum(int((mask[int(length) :] == 0).sum()) for mask, length in zip(masks, rows["rows.prompt_length"], strict=True))
+    assert observed == round(steps[0]["agents/tokens/observed"] * len(masks)) > 0
+
+
+@pytest.mark.parametrize(
+    ("mode", "engine"),
+    [
+        ("filter_groups", ()),
+        ("partial", ()),
+        ("async", ()),
+        pytest.param("synchronous", (), marks=pytest.mark.soak),
+        *(
+            pytest.param(mode, ("rollout=vllm", "actor_rollout_ref.rollout.tensor_model_parallel_size=1"), marks=marks)
+            for mode, marks in (("partial", CPU_BUILD), ("synchronous", [CPU_BUILD, pytest.mark.soak]))
+        ),
+    ],
+)
+def test_run_repeats_and_resumes_in_mid_conversation(
+    mode: str, engine: tuple[str, ...], task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if mode == "async":
+        use_threads(monkeypatch)
+    overrides = (*MODES[mode], *engine)
+    whole = run(task, tmp_path / "whole", *overrides)
+    run(task, tmp_path / "broken", *overrides, "trainer.total_training_steps=2")
+    assert repeatable(run(task, tmp_path / "broken", *overrides)) == repeatable(whole)
+    for step in (1, 4):
+        first, second = dump(tmp_path / "whole", step), dump(tmp_path / "broken", step)
+        assert first.keys() == second.keys() and len(first) > 10
+        assert all(torch.equal(first[name], second[name]) for name in first if name != "json")  # which has the seconds of tools
+    if mode in ("partial", "async"):
+        versions = [dump(tmp_path / "whole", step)["tokens.weight_version"] for step in (2, 3, 4)]
+        assert any(len(of_step[of_step >= 0].unique()) > 1 for of_step in versions), "conversations over several steps"
+        assert max(step["training/rollout_log_probs_diff_max"] for step in whole if "training/rollout_log_probs_diff_max" in step) < 1e-5
