@@ -19,7 +19,9 @@ FILES = ("train", "test", "sft")
 
 
 def make(directory: Path, *flags: str) -> dict[str, list[dict[str, Any]]]:
-    calculator.main(["--local_save_dir", str(directory), "--train_size", "300", "--test_size", "50", "--sft_size", "2000", *flags])
+    calculator.main(
+        ["--local_save_dir", str(directory), "--train_size", "300", "--test_size", "50", "--sft_size", "2000", *flags]
+    )
     return {split: pq.read_table(directory / f"{split}.parquet").to_pylist() for split in FILES}
 
 
@@ -113,5 +115,7 @@ def test_the_tiny_tokenizer_reads_it(tmp_path: Path) -> None:
     lengths = set(batch.lengths.tolist())
     assert lengths <= {17, 18, 35, 37}, "prompt 13; guess 3 or 4; call 11, result 5 or 6, answer 3 or 4; the ends of turns"
     assert batch.tokens["input_ids"].min() > 0, "no character is missing"
-    prompts = PromptDataset([str(tmp_path / "train.parquet")], TOKENIZER, data_config(max_prompt_length=10), max_samples=-1, seed=0)
+    prompts = PromptDataset(
+        [str(tmp_path / "train.parquet")], TOKENIZER, data_config(max_prompt_length=10), max_samples=-1, seed=0
+    )
     assert all(len(prompts[i].prompt_ids) == 10 for i in range(300))
