@@ -54,7 +54,7 @@ def conversation(rng: Random, most_calls: int) -> list[Message]:
 
 
 def steps(family: Family, chat: list[Message]) -> Counter[tuple[tuple[int, ...], int]]:
-    """(all tokens before, token) for each token that generation samples: turns after their prompts, up to the last added token."""
+    """(tokens before, token) for each token that generation samples: turns after their prompts, up to the last added token."""
     tokenizer, seams = family.tokenizer, family.seams
     messages = parsed(chat)
     messages = [with_text_arguments(message) for message in messages] if family.name == "deepseek" else messages
