@@ -25,13 +25,13 @@ OFTEN, SELDOM, BROKEN = 0.9, 0.12, 0.1
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description="Generate the task of adding with a calculator, which a tiny model learns to call")
+    parser = argparse.ArgumentParser(description="Generate the task of adding numbers with a calculator as a tool")
     parser.add_argument("--local_save_dir", "--local_dir", default="~/data/calculator", help="(default: %(default)s)")
     parser.add_argument("--train_size", type=int, default=20000, help="problems for RL (default: %(default)s)")
     parser.add_argument("--test_size", type=int, default=256, help="held-out problems (default: %(default)s)")
     parser.add_argument("--sft_size", type=int, default=8192, help="conversations for the warm start (default: %(default)s)")
     parser.add_argument(
-        "--called", type=float, default=0.3, help="fraction of first numbers with which the tool is often called (default: %(default)s)"
+        "--called", type=float, default=0.3, help="share of problems with frequent calls (default: %(default)s)"
     )
     parser.add_argument("--seed", type=int, default=0, help="seed of problems and conversations (default: %(default)s)")
     args = parser.parse_args(argv)

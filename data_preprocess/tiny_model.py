@@ -29,9 +29,7 @@ TOOL_TEMPLATE = (
 """Tools, and calls in the format hermes."""
 
 
-def character_tokenizer(
-    alphabet: str | None, words: Sequence[str] = (), *, with_tools: bool = False
-) -> PreTrainedTokenizerFast:
+def character_tokenizer(alphabet: str | None, words: Sequence[str] = (), *, with_tools: bool = False) -> PreTrainedTokenizerFast:
     """Tokenizer with one id per character (per byte outside ASCII), after <pad> and <eos>; None: every byte, for any text.
 
     Characters outside the alphabet are dropped. words: texts that are one token each. The chat template concatenates the contents

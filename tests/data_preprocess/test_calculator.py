@@ -10,6 +10,7 @@ from data_preprocess import calculator
 from tests.data_preprocess.test_tiny_model_tools import TOKENIZER
 from tests.trainer.data.tokenizers import data_config
 from tests.trainer.rewards.config import reward_config
+from trainer.agents.formats import call_format, parse_turn
 from trainer.agents.native.calculator import calculator as tool
 from trainer.data.dataset import PromptDataset
 from trainer.data.sft_dataset import SFTDataset
@@ -19,7 +20,9 @@ FILES = ("train", "test", "sft")
 
 
 def make(directory: Path, *flags: str) -> dict[str, list[dict[str, Any]]]:
-    calculator.main(["--local_save_dir", str(directory), "--train_size", "300", "--test_size", "50", "--sft_size", "2000", *flags])
+    calculator.main(
+        ["--local_save_dir", str(directory), "--train_size", "300", "--test_size", "50", "--sft_size", "2000", *flags]
+    )
     return {split: pq.read_table(directory / f"{split}.parquet").to_pylist() for split in FILES}
 
 
@@ -112,6 +115,12 @@ def test_the_tiny_tokenizer_reads_it(tmp_path: Path) -> None:
     assert len(batch.lengths) == 100, "a conversation is one row"
     lengths = set(batch.lengths.tolist())
     assert lengths <= {17, 18, 35, 37}, "prompt 13; guess 3 or 4; call 11, result 5 or 6, answer 3 or 4; the ends of turns"
-    assert batch.tokens["input_ids"].min() > 0, "no character is missing"
-    prompts = PromptDataset([str(tmp_path / "train.parquet")], TOKENIZER, data_config(max_prompt_length=10), max_samples=-1, seed=0)
+    for ids, messages in zip(batch.split_rows("input_ids"), make(tmp_path, "--sft_size", "100")["sft"], strict=True):
+        first = str(TOKENIZER.decode(ids)).split("<|assistant|>")[1].split("<eos>")[0]
+        calls = messages["messages"][1]["tool_calls"] or []
+        written = [(call["function"]["name"], json.loads(call["function"]["arguments"])) for call in calls]
+        assert [(call.name, call.arguments) for call in parse_turn(call_format("hermes"), first).calls] == written
+    prompts = PromptDataset(
+        [str(tmp_path / "train.parquet")], TOKENIZER, data_config(max_prompt_length=10), max_samples=-1, seed=0
+    )
     assert all(len(prompts[i].prompt_ids) == 10 for i in range(300))

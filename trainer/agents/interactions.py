@@ -10,8 +10,8 @@ from functools import partial
 from typing import Any
 
 from trainer.agents.isolation import SessionLoop, UserCodeError, to_the_end
-from trainer.data.encoding import Message
 from trainer.agents.tools import accepted
+from trainer.data.encoding import Message
 from trainer.rewards.scoring import finite
 
 

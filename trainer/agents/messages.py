@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import reprlib
+from typing import Any
 
 from trainer.data.encoding import Message
 

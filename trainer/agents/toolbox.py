@@ -19,8 +19,8 @@ from typing import Any, Literal
 from trainer.agents.arguments import problem
 from trainer.agents.formats import MalformedCall, ToolCall
 from trainer.agents.isolation import SessionLoop, UserCodeError, to_the_end
-from trainer.data.encoding import Message
 from trainer.agents.tools import AnyTool, FunctionTool, StatefulTool, ToolOutput
+from trainer.data.encoding import Message
 
 Side = Literal["left", "middle", "right"]
 Status = Literal["ok", "malformed", "unknown", "arguments", "excess", "timeout", "error"]

@@ -144,6 +144,6 @@ def _without_tools(rows: Rows, messages_key: str) -> Iterator[str]:
     called = [row for row, chat in enumerate(chats) if any(message.get("tool_calls") for message in chat)]
     if called:
         yield (
-            f"{len(called)} of {len(chats)} conversations have tool calls, and their prompts have no tools, which those of RL have "
-            f"(the first: {rows.where(called[0])}); data.tools_key names their column"
+            f"{len(called)} of {len(chats)} conversations have tool calls, and their prompts have no tools, which those of RL "
+            f"have (the first: {rows.where(called[0])}); data.tools_key names their column"
         )

@@ -130,12 +130,17 @@ class TurnEncoder:
     def _check_rendered(self, where: str, messages: list[Message], tools: list[Any] | None) -> None:
         """Raise ValueError, one line, if the template ignores tools or calls; the first conversation that has them shows it."""
         bare = [{name: value for name, value in message.items() if name != "tool_calls"} for message in messages]
-        for what, is_here, changed in (("tools", tools is not None, (messages, None)), ("tool calls", bare != messages, (bare, tools))):
+        for what, is_here, changed in (
+            ("tools", tools is not None, (messages, None)),
+            ("tool calls", bare != messages, (bare, tools)),
+        ):
             if is_here and what not in self._rendered:
                 self._rendered.add(what)
                 # A template that rejects the conversation without them does not ignore them.
                 with suppress(Refused):
-                    if self._seams.render_calls(*changed, prompt=False) == self._seams.render_calls(messages, tools, prompt=False):
+                    if self._seams.render_calls(*changed, prompt=False) == self._seams.render_calls(
+                        messages, tools, prompt=False
+                    ):
                         raise ValueError(
                             f"{where}: the chat template does not render {what}: use a template that does "
                             "(model.custom_chat_template), or leave them out of the data"
@@ -220,10 +225,8 @@ class TurnEncoder:
         if _begins(following, ids[:end]):
             return end
         # A template may write more behind the last turn of a conversation (Phi-3: EOS). The turn is complete without it if the
-        # special token after its content, which a model has to generate, is the same in the longer conversation. After the content
-        # of a turn with calls come the calls, which may have special tokens of their own: such a turn ends its row.
-        if "tool_calls" in messages[-1]:
-            return None
+        # special token after its content, which a model has to generate, is the same in the longer conversation. In a turn with
+        # calls it is the token before them, and text follows: up_to_stop returns a Break, and the turn ends its row.
         mark = token_ids(self.tokenizer, [self._behind(messages, tools, text).lstrip()], special=False)[0]
         if not len(mark) or int(mark[0]) not in self._special:
             return None
@@ -300,7 +303,9 @@ def _checked_messages(where: str, messages: Any) -> list[Message]:
 
 def _is_call(call: Any) -> bool:
     function = call.get("function") if isinstance(call, dict) else None
-    return isinstance(function, dict) and isinstance(function.get("name"), str) and isinstance(function.get("arguments"), str | dict)
+    return (
+        isinstance(function, dict) and isinstance(function.get("name"), str) and isinstance(function.get("arguments"), str | dict)
+    )
 
 
 def _checked_tools(where: str, tools: Any) -> list[Any] | None:

@@ -54,6 +54,12 @@ def test_a_judge_needs_url_model_and_a_timeout_below_the_rewards() -> None:
     ]
 
 
+def test_a_column_of_tools_needs_one_of_conversations() -> None:
+    (line,) = sft_lines("data.tools_key=tools")
+    assert line == "error: data.tools_key=tools: only conversations have tools; set data.messages_key"
+    assert sft_lines("data.tools_key=tools", "data.messages_key=messages") == []
+
+
 def test_a_scorer_with_a_custom_function_has_no_effect() -> None:
     lines = ppo_lines("reward.scorer=math", "reward.custom_reward_function.path=rewards.py")
     assert lines == ["reward.scorer=math has no effect: reward.custom_reward_function computes the scores"]

@@ -117,6 +117,10 @@ OTHERS = [
         "data.train_files={task}/train.parquet: no column 'talk'",
     ),
     (
+        "sft data.messages_key=prompt data.tools_key=box model.path={task}/base data.train_files={task}/train.parquet",
+        "data.train_files={task}/train.parquet: no column 'box'",
+    ),
+    (
         "sft trainer.resume_mode=resume_path trainer.resume_from_path=gone",
         "trainer.resume_from_path=gone: no such directory",
     ),

@@ -29,7 +29,8 @@ def encoder(family: Family) -> TurnEncoder:
 
 def called(*arguments: Any, content: str | None = "") -> Message:
     calls = [
-        {"id": f"call0000{i}", "type": "function", "function": {"name": "add", "arguments": each}} for i, each in enumerate(arguments)
+        {"id": f"call0000{i}", "type": "function", "function": {"name": "add", "arguments": each}}
+        for i, each in enumerate(arguments)
     ]
     return {"role": "assistant", "content": content, "tool_calls": calls}
 
@@ -53,7 +54,7 @@ def conversation(rng: Random, most_calls: int) -> list[Message]:
 
 
 def steps(family: Family, chat: list[Message]) -> Counter[tuple[tuple[int, ...], int]]:
-    """(all tokens before, token) for each token that generation samples: the turns after their prompts, up to the last special one."""
+    """(tokens before, token) for each token that generation samples: turns after their prompts, up to the last added token."""
     tokenizer, seams = family.tokenizer, family.seams
     messages = parsed(chat)
     messages = [with_text_arguments(message) for message in messages] if family.name == "deepseek" else messages
@@ -70,7 +71,9 @@ def steps(family: Family, chat: list[Message]) -> Counter[tuple[tuple[int, ...],
 
 
 def trained_steps(rows: list[Turns]) -> Counter[tuple[tuple[int, ...], int]]:
-    return Counter((tuple(row.ids[:at].tolist()), int(row.ids[at])) for row in rows for at in range(len(row.ids)) if row.trained[at])
+    return Counter(
+        (tuple(row.ids[:at].tolist()), int(row.ids[at])) for row in rows for at in range(len(row.ids)) if row.trained[at]
+    )
 
 
 @pytest.mark.parametrize("family", [*(each for each in FAMILIES.values() if each is not PHI3), TINY], ids=lambda each: each.name)
@@ -121,18 +124,26 @@ OTHER = [{"role": "user", "content": "c"}, called({"other": "x"}), result("4")]
 
 
 def dataset(folder: Path, rows: list[dict[str, Any]], **changes: Any) -> SFTDataset:
-    return SFTDataset([str(write(rows, str(folder), "chats"))], TINY.tokenizer, **(SETTINGS | changes))
+    tokenizer = character_tokenizer(None, with_tools=True)
+    tokenizer.chat_template = TOOL_TEMPLATE.replace("map(attribute='function.name') | join(' ')", "tojson")
+    return SFTDataset([str(write(rows, str(folder), "chats"))], tokenizer, **(SETTINGS | changes))
 
 
 def test_null_fields_of_parquet_structs_are_dropped(tmp_path: Path) -> None:
     """The structs of both calls have the fields a and other there, and messages without calls have null ones."""
     other_tools = [{"type": "function", "function": {"name": "get", "strict": True}}]
-    rows = [{"messages": CHAT, "tools": TOOLS}, {"messages": OTHER, "tools": other_tools}, {"messages": OTHER[:1] + CHAT[3:], "tools": None}]
+    rows = [
+        {"messages": CHAT, "tools": TOOLS},
+        {"messages": OTHER, "tools": other_tools},
+        {"messages": OTHER[:1] + CHAT[3:], "tools": None},
+    ]
     data = dataset(tmp_path, rows)
     texts = [TINY.tokenizer.decode(data.batch([i]).tokens["input_ids"]) for i in range(3)]
     call = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call><eos>'
-    assert texts[0] == f"<tools>add</tools><|user|>a<eos><|assistant|>{call}<tool_response>3</tool_response><|assistant|>b<eos>"
-    assert '"arguments": {"other": "x"}}' in texts[1] and texts[1].startswith("<tools>get</tools>")
+    assert texts[0] == (
+        f"<tools>{json.dumps(TOOLS)}</tools><|user|>a<eos><|assistant|>{call}<tool_response>3</tool_response><|assistant|>b<eos>"
+    )
+    assert '"arguments": {"other": "x"}}' in texts[1] and texts[1].startswith(f"<tools>{json.dumps(other_tools)}</tools>")
     assert texts[2] == "<|user|>c<eos><|assistant|>b<eos>" and data.notices == ()
     as_text = [row | {"tools": row["tools"] and json.dumps(row["tools"])} for row in rows]
     again = dataset(tmp_path, as_text)
@@ -142,11 +153,15 @@ def test_null_fields_of_parquet_structs_are_dropped(tmp_path: Path) -> None:
 def test_calls_without_a_tools_column_are_reported(tmp_path: Path) -> None:
     rows = [{"messages": OTHER[:1] + CHAT[3:]}, {"messages": CHAT}, {"messages": OTHER}]
     (notice,) = dataset(tmp_path, rows, tools_key=None).notices
-    assert notice.startswith("2 of 3 conversations have tool calls, and their prompts have no tools") and "row 1); data.tools_key" in notice
+    assert (
+        notice.startswith("2 of 3 conversations have tool calls, and their prompts have no tools")
+        and "row 1); data.tools_key" in notice
+    )
 
 
 def test_a_template_that_ignores_tools_or_calls_raises() -> None:
-    bare = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<eos>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    asked = "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    bare = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<eos>{% endfor %}" + asked
     with_calls = bare.replace("{{ m.content }}", "{{ m.content }}{{ m.tool_calls | tojson if m.tool_calls }}")
     for template, tools, words in ((bare, None, "tool calls"), (bare, TOOLS, "tools"), (with_calls, TOOLS, "tools")):
         tokenizer = character_tokenizer(None, with_tools=True)
