@@ -139,7 +139,8 @@ class AgentPool:
     def close(self) -> None:
         """Kill the processes and everything they started."""
         for process in self._processes():
-            self._drop(process)
+            if process.ending is None:
+                self._drop(process)
         self._homes, self._quarantine, self._isolated = [], None, None
         self._sessions, self._answers = {}, {}
         self._suspects.clear()
@@ -368,7 +369,8 @@ class AgentPool:
         if not process.closed:
             self._selector.unregister(process.connection)
         self._selector.unregister(process.end)
-        return process.kill()
+        process.ending = process.kill()
+        return process.ending
 
 
 @dataclass(slots=True, eq=False)
@@ -414,6 +416,7 @@ class _AgentProcess:
         self._heartbeat = 0
         self.ready = self.ended = self.closed = self.drains = self.writes = False
         self.hung = 0
+        self.ending: str | None = None
         self.sessions: dict[int, _Session] = {}
         self.outbox: list[tuple[str, int, Any]] = []
         self._unsent, self._received = bytearray(setup), bytearray()
