@@ -1,4 +1,4 @@
-"""Schema of `actor_rollout_ref.rollout.multi_turn` and `actor_rollout_ref.rollout.agent`: tools, interactions, agent processes."""
+"""Schema of `multi_turn` and `agent` in `actor_rollout_ref.rollout`: tools, interactions, agent processes."""
 
 from dataclasses import dataclass
 from typing import Literal

@@ -189,11 +189,12 @@ class AgentPool:
 
     def _pump(self, seconds: float) -> bool:
         """Send, receive, and replace processes; returns whether there was anything to read or write."""
+        process: _AgentProcess
         for process in self._processes():
             self._watch(process)
         found = self._selector.select(seconds)
         for key, events in found:
-            process: _AgentProcess = key.data
+            process = key.data
             if events & selectors.EVENT_WRITE:
                 process.write()
             elif key.fileobj is not process.connection:

@@ -150,10 +150,12 @@ class AgentServer:
         running.loop.close()
         self._hung += running.loop.hung
         answer: Finished | BaseException | None = None
-        if not task.cancelled() and (answer := task.exception()) is None:
-            answer = task.result()
-        elif answer is not None and not isinstance(answer, SessionRefused):  # an error of this program
-            answer = RuntimeError("".join(traceback.format_exception(answer)))
+        if not task.cancelled():
+            answer = error = task.exception()
+            if error is None:
+                answer = task.result()
+            elif not isinstance(error, SessionRefused):  # an error of this program
+                answer = RuntimeError("".join(traceback.format_exception(error)))
         self._answer(number, running.session.answered, answer)
 
     def _answer(self, number: int, answered: int, message: Any) -> None:
