@@ -81,6 +81,7 @@ def test_user_code_that_does_harm_costs_its_own_session_only(pool: AgentPool, gi
     lines = {id: good(id) for id in range(6)}
     kinds = {100: "raise", 101: "flood", 102: "fork", 103: "print", 104: "hang", 105: f"once:{folder / 'once'}", 106: "exit"}
     harm = {id: [call("add", a=2), call("harm", how=how), "end"] for id, how in kinds.items()}
+    harm[106].insert(1, call("add", a=2))  # after the process has ended once
     deaths = pool.deaths
     done = finish(pool, lines | harm)
     assert {id: facts(done[id]) for id in lines} == alone(given, lines)
@@ -93,21 +94,22 @@ def test_user_code_that_does_harm_costs_its_own_session_only(pool: AgentPool, gi
     assert pool._quarantine is None or not pool._quarantine.sessions
     check_ended(done[106], "ended with exit code 7")
     assert {id for id in done if "died" in done[id].metrics} == {106}
-    assert 2 <= pool.deaths - deaths <= 3
+    assert pool.deaths - deaths == 3
 
 
 def check_ended(found: Finished, how: str) -> None:
-    """It has what it had: both turns, and the result between them."""
+    """It has what it had: three turns, and the results between them."""
     assert found.extra["error"] == f"its agent process {how}" and found.metrics["died"] == 1
-    assert found.metrics["turns"] == 2 and not found.finished
-    assert found.messages[2]["content"] == "3" and found.extra["tool_rewards"] == [0.5]
+    assert found.metrics["turns"] == 3 and not found.finished
+    assert found.messages[2]["content"] == "3" and found.extra["tool_rewards"] == [0.5, 0.5]
     assert found.parts[0].response_mask[-1]
 
 
 @pytest.mark.soak
 def test_several_sessions_that_end_their_processes_are_found_among_others(folder: Path) -> None:
     lines = {id: good(id) for id in range(12)}
-    harm = {id: [call("add", a=2), call("harm", how="exit" if id % 2 else "crash"), "end"] for id in range(100, 104)}
+    kinds = {id: "exit" if id % 2 else "crash" for id in range(100, 104)}
+    harm = {id: [call("add", a=2), call("add", a=2), call("harm", how=how)] for id, how in kinds.items()}
     given = setup(folder, "tools", "stateful", workers=2)
     with AgentPool(given) as pool:
         done = finish(pool, lines | harm)
