@@ -17,6 +17,8 @@ LOADERS = {
 # (file, call) -> the source of the bytes.
 ALLOWED = {
     ("trainer/data/processes.py", "pickle.load"): "rows and tokens, between a process and its children",
+    ("trainer/agents/sessions/process.py", "pickle.loads"): "a socket made by its parent",
+    ("trainer/agents/sessions/pool.py", "pickle.loads"): "agent processes that it started, with the user's own tools",
     ("workers/controller/rpc.py", "pickle.loads"): "Ray, between processes of one run",
     ("trainer/rewards/pool/worker.py", "pickle.load"): "a socket made by its parent",
     ("configs/compat/translate.py", "yaml.load"): "YAML of this repository, by a safe loader",

@@ -139,7 +139,8 @@ class AgentPool:
     def close(self) -> None:
         """Kill the processes and everything they started."""
         for process in self._processes():
-            self._drop(process)
+            if process.ending is None:
+                self._drop(process)
         self._homes, self._quarantine, self._isolated = [], None, None
         self._sessions, self._answers = {}, {}
         self._suspects.clear()
@@ -188,11 +189,12 @@ class AgentPool:
 
     def _pump(self, seconds: float) -> bool:
         """Send, receive, and replace processes; returns whether there was anything to read or write."""
+        process: _AgentProcess
         for process in self._processes():
             self._watch(process)
         found = self._selector.select(seconds)
         for key, events in found:
-            process: _AgentProcess = key.data
+            process = key.data
             if events & selectors.EVENT_WRITE:
                 process.write()
             elif key.fileobj is not process.connection:
@@ -368,7 +370,8 @@ class AgentPool:
         if not process.closed:
             self._selector.unregister(process.connection)
         self._selector.unregister(process.end)
-        return process.kill()
+        process.ending = process.kill()
+        return process.ending
 
 
 @dataclass(slots=True, eq=False)
@@ -414,6 +417,7 @@ class _AgentProcess:
         self._heartbeat = 0
         self.ready = self.ended = self.closed = self.drains = self.writes = False
         self.hung = 0
+        self.ending: str | None = None
         self.sessions: dict[int, _Session] = {}
         self.outbox: list[tuple[str, int, Any]] = []
         self._unsent, self._received = bytearray(setup), bytearray()

@@ -113,6 +113,8 @@ class AgentServer:
     def __init__(self, kit: AgentKit, marks: Marks, write: Callable[[bytes], None]) -> None:
         self._kit, self._marks, self._write = kit, marks, write
         self._running: dict[int, _Running] = {}
+        self._tasks: dict[int, asyncio.Task[Finished]] = {}
+        """The last start of each session."""
         self._answers: list[tuple[int, int, Any]] = []
         self._hung = 0
 
@@ -136,19 +138,24 @@ class AgentServer:
 
         loop = _TrackedLoop(self._marks, number, died)
         session = AgentSession(journal, self._kit, loop, ask, died)
-        task = asyncio.create_task(session.run())
+        task = asyncio.create_task(_after(self._tasks.get(session.task.id), session))
         self._running[number] = _Running(session, loop, task)
+        self._tasks[session.task.id] = task
         task.add_done_callback(partial(self._end, number))
 
     def _end(self, number: int, task: asyncio.Task[Finished]) -> None:
         running = self._running.pop(number)
+        if self._tasks[running.session.task.id] is task:
+            del self._tasks[running.session.task.id]
         running.loop.close()
         self._hung += running.loop.hung
         answer: Finished | BaseException | None = None
-        if not task.cancelled() and (answer := task.exception()) is None:
-            answer = task.result()
-        elif answer is not None and not isinstance(answer, SessionRefused):  # an error of this program
-            answer = RuntimeError("".join(traceback.format_exception(answer)))
+        if not task.cancelled():
+            answer = error = task.exception()
+            if error is None:
+                answer = task.result()
+            elif not isinstance(error, SessionRefused):  # an error of this program
+                answer = RuntimeError("".join(traceback.format_exception(error)))
         self._answer(number, running.session.answered, answer)
 
     def _answer(self, number: int, answered: int, message: Any) -> None:
@@ -160,6 +167,13 @@ class AgentServer:
         hung = self._hung + sum(running.loop.hung for running in self._running.values())
         self._write(packed((hung, self._answers)))
         self._answers = []
+
+
+async def _after(previous: asyncio.Task[Finished] | None, session: AgentSession) -> Finished:
+    # An earlier start that was stopped may still release instances of tools, which have the same names.
+    if previous is not None:
+        await asyncio.wait({previous})
+    return await session.run()
 
 
 def packed(content: Any) -> bytes:

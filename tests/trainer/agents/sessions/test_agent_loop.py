@@ -65,7 +65,8 @@ def test_a_conversation_with_calls_is_one_exact_row(tmp_path: Path) -> None:
     observed = len(part.input_ids) - part.prompt_length - part.response_mask.sum()
     assert counts == {
         "turns": 4, "tokens/sampled": part.response_mask.sum(), "tokens/observed": observed,
-        "tool/add/calls": 2, "tool/add/errors": 1, "tool/later/calls": 1, "tool/later/errors": 0, "calls/ok": 2, "calls/arguments": 1,
+        "tool/add/calls": 2, "tool/add/errors": 1, "tool/later/calls": 1, "tool/later/errors": 0,
+        "calls/ok": 2, "calls/arguments": 1,
         "calls/malformed": 1,
         "calls/malformed/json": 1,
     }  # fmt: skip
@@ -100,7 +101,7 @@ def test_the_budget_counts_sampled_and_observed_tokens(tmp_path: Path) -> None:
         asked.append(wanted)
         return sampled(wanted, lines[turn])
 
-    for budget in range(1, longest + 1):
+    for budget in sorted({*range(1, longest, 9), *ends, *(ends + 1), *starts, *(starts + 1), longest}):
         asked.clear()
         found = finish(kit, model=model, max_tokens=budget)
         (short,) = found.parts
@@ -221,7 +222,7 @@ def lines_of(rng: Random) -> list[str]:
     return [rng.choice(kinds)() for _ in range(rng.randrange(1, 6))]
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(8))
 def test_a_session_that_is_repeated_at_any_message_is_bitwise_the_same_and_calls_no_function_again(
     tmp_path: Path, seed: int
 ) -> None:

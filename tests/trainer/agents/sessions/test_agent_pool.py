@@ -20,9 +20,23 @@ from tests.trainer.agents.sessions.scripted import (
     task,
 )  # fmt: skip
 from trainer.agents.sessions import pool as pool_module
-from trainer.agents.sessions.agent_loop import AgentKit
+from trainer.agents.sessions.agent_loop import AgentKit, AgentSetup
 from trainer.agents.sessions.pool import AgentPool
 from trainer.agents.sessions.protocol import Finished, Journal, Wanted
+
+SECONDS = 3.0
+"""Limit of a tool. Starting a process takes most of the time of these tests, so many of them share a pool."""
+
+
+@pytest.fixture(scope="module")
+def given(tmp_path_factory: pytest.TempPathFactory) -> AgentSetup:
+    return setup(tmp_path_factory.mktemp("agents"), "tools", "stateful", tool_timeout=SECONDS)
+
+
+@pytest.fixture(scope="module")
+def pool(given: AgentSetup) -> Iterator[AgentPool]:
+    with AgentPool(given) as pool:
+        yield pool
 
 
 @pytest.fixture
@@ -52,8 +66,9 @@ def finish(pool: AgentPool, lines: Mapping[int, list[str]], **changes: Any) -> d
     return done
 
 
-def alone(kit: AgentKit, lines: Mapping[int, list[str]]) -> dict[int, Any]:
+def alone(given: AgentSetup, lines: Mapping[int, list[str]]) -> dict[int, Any]:
     """Facts of the same sessions, each by itself in this process."""
+    kit = AgentKit(given)
     found = {id: converse(kit, Journal(task(id, prompt=f"ab {id}")), script(lines)) for id in lines}
     return {id: facts(answer) for id, answer in found.items() if isinstance(answer, Finished)}
 
@@ -62,103 +77,99 @@ def good(id: int) -> list[str]:
     return [call("add", a=id), f"{call('later', text='ba')}\n{call('count', by=id)}", call("count", by=1), "end"][id % 3 :]
 
 
-def test_user_code_that_does_harm_costs_its_own_session_only(folder: Path) -> None:
-    kinds = {100: "raise", 101: "exit", 102: "flood", 103: "fork", 104: "crash", 105: "print", 106: "hang"}
-    lines = {id: good(id) for id in range(12)}
+def test_user_code_that_does_harm_costs_its_own_session_only(pool: AgentPool, given: AgentSetup, folder: Path) -> None:
+    lines = {id: good(id) for id in range(6)}
+    kinds = {100: "raise", 101: "flood", 102: "fork", 103: "print", 104: "hang", 105: f"once:{folder / 'once'}", 106: "exit"}
     harm = {id: [call("add", a=2), call("harm", how=how), "end"] for id, how in kinds.items()}
-    given = setup(folder, "tools", "stateful", workers=2, tool_timeout=1.0)
-    expected = alone(AgentKit(given), lines)
+    harm[106].insert(1, call("add", a=2))  # after the process has ended once
+    deaths = pool.deaths
+    done = finish(pool, lines | harm)
+    assert {id: facts(done[id]) for id in lines} == alone(given, lines)
+    found = {how[:4]: done[id].messages[-2]["content"] for id, how in kinds.items()}
+    assert found["rais"].startswith("Error: harm failed: RuntimeError: no network")
+    assert found["hang"] == "Error: harm failed: it took more than 3 s"
+    assert found["floo"] == "x" * 32 + "...(truncated)..." + "x" * 32
+    # One that ended its process once survives by itself, in the process of suspects, and returns.
+    assert found["fork"] == found["prin"] == found["once"] == "survived"
+    assert pool._quarantine is None or not pool._quarantine.sessions
+    check_ended(done[106], "ended with exit code 7")
+    assert {id for id in done if "died" in done[id].metrics} == {106}
+    assert pool.deaths - deaths == 3
+
+
+def check_ended(found: Finished, how: str) -> None:
+    """It has what it had: three turns, and the results between them."""
+    assert found.extra["error"] == f"its agent process {how}" and found.metrics["died"] == 1
+    assert found.metrics["turns"] == 3 and not found.finished
+    assert found.messages[2]["content"] == "3" and found.extra["tool_rewards"] == [0.5, 0.5]
+    assert found.parts[0].response_mask[-1]
+
+
+@pytest.mark.soak
+def test_several_sessions_that_end_their_processes_are_found_among_others(folder: Path) -> None:
+    lines = {id: good(id) for id in range(12)}
+    kinds = {id: "exit" if id % 2 else "crash" for id in range(100, 104)}
+    harm = {id: [call("add", a=2), call("add", a=2), call("harm", how=how)] for id, how in kinds.items()}
+    given = setup(folder, "tools", "stateful", workers=2)
     with AgentPool(given) as pool:
         done = finish(pool, lines | harm)
-        deaths = pool.deaths
-    assert {id: facts(done[id]) for id in lines} == expected
-    said = {how: done[id].messages[-2]["content"] for id, how in kinds.items()}
-    assert said["raise"].startswith("Error: harm failed: RuntimeError: no network")
-    assert said["hang"] == "Error: harm failed: it took more than 1 s"
-    assert said["flood"] == "x" * 32 + "...(truncated)..." + "x" * 32
-    assert said["fork"] == said["print"] == "survived"
-    for id, ending in ((101, "ended with exit code 7"), (104, "was killed by SIGSEGV")):
-        assert done[id].extra["error"] == f"its agent process {ending}" and done[id].metrics["died"] == 1
-        # What it has: both turns, and the result between them.
-        assert done[id].metrics["turns"] == 2 and not done[id].finished
-        assert done[id].messages[2]["content"] == "3" and done[id].extra["tool_rewards"] == [0.5]
-        assert done[id].parts[0].response_mask[-1]
-    assert {id for id in done if "died" in done[id].metrics} == {101, 104}
-    # Each killed its own process, then the one that it had for itself.
-    assert 3 <= deaths <= 4
+    assert {id: facts(done[id]) for id in lines} == alone(given, lines)
+    for id in harm:
+        check_ended(done[id], "ended with exit code 7" if id % 2 else "was killed by SIGSEGV")
 
 
-def test_a_suspect_that_answers_returns_and_continues(folder: Path) -> None:
-    once = folder / "once"
-    lines = {0: [call("harm", how=f"once:{once}"), call("add", a=1), "end"], 1: good(1)}
-    given = setup(folder, "tools", "stateful")
-    with AgentPool(given) as pool:
-        done = finish(pool, lines)
-        assert pool.deaths == 1
-        assert pool._quarantine is not None and not pool._quarantine.sessions
-    assert facts(done[1]) == alone(AgentKit(given), {1: good(1)})[1]
-    assert facts(done[0]) == alone(AgentKit(given), {0: lines[0]})[0]  # the file exists: it survives
-
-
-def test_a_killed_process_is_replaced_at_any_message_and_nothing_changes(folder: Path) -> None:
-    lines = {id: good(id) for id in range(8)}
-    given = setup(folder, "tools", "stateful", workers=2)
-    expected = alone(AgentKit(given), lines)
-    with AgentPool(given) as pool:
-        pool.start([task(id, prompt=f"ab {id}") for id in lines])
-        done: dict[int, Finished] = {}
-        # Killed with turns that it has not answered, and after answers that the pool has.
-        for tick, done in enumerate(drive(pool, script(lines), {*lines})):
-            if tick < 2:
-                os.kill(pool._homes[tick % 2].pid, signal.SIGKILL)
-            if tick == 1:
-                for id in lines.keys() - done.keys():
-                    assert len(pool.journal(id).turns) >= 1
-        assert pool.deaths == 2
-    assert {id: facts(answer) for id, answer in done.items()} == expected
-
-
-def test_sessions_continue_in_another_pool_from_their_journals(folder: Path) -> None:
+def test_a_process_that_is_killed_is_replaced_and_nothing_changes(pool: AgentPool, given: AgentSetup) -> None:
     lines = {id: good(id) for id in range(6)}
-    given = setup(folder, "tools", "stateful")
-    with AgentPool(given) as pool:
-        pool.start([task(id, prompt=f"ab {id}") for id in lines])
-        ticks = drive(pool, script(lines), {*lines})
-        next(ticks)
-        early = dict(next(ticks))
-        journals = [pool.journal(id) for id in lines if id not in early]
-    with AgentPool(given) as pool:
-        pool.start(journals)
-        known = {journal.task.id: len(journal.turns) for journal in journals}
-        *_, late = drive(pool, lambda wanted, turn: script(lines)(wanted, known[wanted.id] + turn), {*known})
-    assert {id: facts(answer) for id, answer in (early | late).items()} == alone(AgentKit(given), lines)
+    pool.start([task(id, prompt=f"ab {id}") for id in lines])
+    deaths, done = pool.deaths, dict[int, Finished]()
+    for tick, done in enumerate(drive(pool, script(lines), {*lines})):  # noqa: B007
+        if tick == 1:  # with turns that it has not answered, and after answers that the pool has
+            os.kill(pool._homes[0].pid, signal.SIGKILL)
+    assert pool.deaths == deaths + 1
+    assert {id: facts(answer) for id, answer in done.items()} == alone(given, lines)
 
 
-def test_a_process_with_threads_left_behind_is_replaced_between_messages(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pool_module, "_MOST_HUNG", 1)
+def test_sessions_continue_from_their_journals(pool: AgentPool, given: AgentSetup) -> None:
+    lines = {id: good(id) for id in range(6)}
+    pool.start([task(id, prompt=f"ab {id}") for id in lines])
+    ticks = drive(pool, script(lines), {*lines})
+    next(ticks)
+    early = dict(next(ticks))
+    journals = [pool.journal(id) for id in lines if id not in early]
+    pool.stop(lines)
+    pool.start(journals)
+    known = {journal.task.id: len(journal.turns) for journal in journals}
+    *_, late = drive(pool, lambda wanted, turn: script(lines)(wanted, known[wanted.id] + turn), {*known})
+    assert {id: facts(answer) for id, answer in (early | late).items()} == alone(given, lines)
+
+
+def test_a_process_with_threads_left_behind_is_replaced_between_messages(
+    pool: AgentPool, given: AgentSetup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool.wait_ready()
+    monkeypatch.setattr(pool_module, "_MOST_HUNG", pool._homes[0].hung + 1)
     lines = {id: [call("harm", how="hang"), call("add", a=1), "end"] for id in range(2)} | {2: good(2)}
-    given = setup(folder, "tools", "stateful", tool_timeout=0.3)
-    with AgentPool(given) as pool:
-        first = pool._homes[0].pid
-        done = finish(pool, lines)
-        assert pool._homes[0].pid != first and pool.deaths == 0
+    pid, deaths = pool._homes[0].pid, pool.deaths
+    done = finish(pool, lines)
+    assert pool._homes[0].pid != pid and pool.deaths == deaths
     assert [done[id].metrics["calls/timeout"] for id in range(2)] == [1, 1]
     assert [done[id].messages[-2]["content"] for id in range(2)] == ["2", "2"]
-    assert facts(done[2]) == alone(AgentKit(given), {2: good(2)})[2]
+    assert facts(done[2]) == alone(given, {2: good(2)})[2]
 
 
-def test_a_process_that_gives_no_sign_of_life_is_replaced(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.soak
+def test_a_process_that_gives_no_sign_of_life_is_replaced(
+    pool: AgentPool, given: AgentSetup, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(pool_module, "_STALL_LIMIT", 2.0)
-    given = setup(folder, "tools", "stateful", tool_timeout=1.0)
-    with AgentPool(given) as pool:
-        pool.start([task(id, prompt=f"ab {id}") for id in range(3)])
-        lines = {id: good(id) for id in range(3)}
-        done: dict[int, Finished] = {}
-        for tick, done in enumerate(drive(pool, script(lines), {*lines})):
-            if tick == 0:
-                os.kill(pool._homes[0].pid, signal.SIGSTOP)
-        assert pool.deaths == 1
-    assert {id: facts(answer) for id, answer in done.items()} == alone(AgentKit(given), lines)
+    lines = {id: good(id) for id in range(3)}
+    pool.start([task(id, prompt=f"ab {id}") for id in lines])
+    deaths, done = pool.deaths, dict[int, Finished]()
+    for tick, done in enumerate(drive(pool, script(lines), {*lines})):  # noqa: B007
+        if tick == 0:
+            os.kill(pool._homes[0].pid, signal.SIGSTOP)
+    assert pool.deaths == deaths + 1
+    assert {id: facts(answer) for id, answer in done.items()} == alone(given, lines)
 
 
 LOOP = """
@@ -172,6 +183,7 @@ async def run(session):
 """
 
 
+@pytest.mark.soak
 def test_a_loop_that_never_answers_is_ended_and_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (folder / "own.py").write_text(LOOP)
     monkeypatch.setattr(pool_module, "_SLACK", 0.0)
@@ -185,56 +197,62 @@ def test_a_loop_that_never_answers_is_ended_and_named(folder: Path, monkeypatch:
     assert not done[1].parts[0].response_mask.any() and done[1].parts[0].prompt_length == len(done[1].parts[0].input_ids)
 
 
-def test_errors_of_the_run_are_raised_in_one_line(folder: Path) -> None:
+def test_files_that_do_not_load_are_an_error_in_one_line(folder: Path) -> None:
     with AgentPool(setup(folder, format="none")) as pool, pytest.raises(ValueError, match=r"^multi_turn.format=none: [^\n]*$"):
         pool.wait_ready()
-    with AgentPool(setup(folder, "tools")) as pool:
-        pool.start([task(3, max_prompt=5)])
-        with pytest.raises(ValueError, match=r"^data.max_prompt_length=5: a prompt has \d+ tokens [^\n]* session 3[^\n]*$"):
-            pool.collect([3])
+
+
+@pytest.mark.soak
+def test_a_process_that_does_not_start_is_an_error(folder: Path) -> None:
     (folder / "stops.py").write_text("import os\nos._exit(3)\n")
     given = setup(folder, function_tool_path=str(folder / "stops.py"))
     with AgentPool(given) as pool, pytest.raises(RuntimeError, match=r"did not start: it ended with exit code 3"):
         pool.wait_ready()
 
 
-def test_stopped_sessions_answer_no_more_and_their_ids_can_be_used_again(folder: Path) -> None:
-    given = setup(folder, "tools", "stateful")
-    with AgentPool(given) as pool:
-        pool.start([task(id, prompt=f"ab {id}") for id in range(4)])
-        pool.collect(range(4))
-        pool.stop([0, 1])
-        # The second one is cancelled before it has begun.
-        pool.start([task(0, prompt="ab 0")])
-        pool.start([task(9, prompt="ab 9")])
-        pool.stop([9])
-        with pytest.raises(KeyError):
-            pool.journal(1)
-        *_, done = drive(pool, script({0: good(0)}), {0})
-        assert facts(done[0]) == alone(AgentKit(given), {0: good(0)})[0]
-        assert pool.ready() == []
+def test_a_session_that_cannot_be_trained_on_is_an_error_of_the_run(pool: AgentPool) -> None:
+    pool.start([task(3, max_prompt=5)])
+    with pytest.raises(ValueError, match=r"^data.max_prompt_length=5: a prompt has \d+ tokens [^\n]* session 3[^\n]*$"):
+        pool.collect([3])
+    pool.stop([3])
 
 
-def test_answers_are_there_as_soon_as_they_are_given(folder: Path) -> None:
-    with AgentPool(setup(folder, "tools")) as pool:
-        pool.start([task(0), task(1)])
-        found: list[Any] = []
-        while len(found) < 2:
-            found += pool.ready(60.0)
-        assert {answer.id for answer in found} == {0, 1} and pool.ready(0.01) == []
-        pool.reply({0: sampled(found[0], "end")})
-        (answer,) = pool.ready(60.0)
-        assert isinstance(answer, Finished) and answer.id == 0
+def test_stopped_sessions_answer_no_more_and_their_ids_can_be_used_again(pool: AgentPool, given: AgentSetup) -> None:
+    pool.start([task(id, prompt=f"ab {id}") for id in range(4)])
+    pool.collect(range(4))
+    pool.stop([0, 1])
+    pool.start([task(0, prompt="ab 0")])
+    pool.start([task(9, prompt="ab 9")])
+    pool.stop([9])
+    with pytest.raises(KeyError):
+        pool.journal(1)
+    *_, done = drive(pool, script({0: good(0)}), {0})
+    assert facts(done[0]) == alone(given, {0: good(0)})[0]
+    pool.stop([2, 3])
+    assert pool.ready() == []
 
 
-def test_a_thousand_sessions_at_once(folder: Path) -> None:
-    lines = {id: [call("add", a=id), "end"] for id in range(1_000)}
-    with AgentPool(setup(folder, "tools")) as pool:
-        done = finish(pool, lines)
-    assert len(done) == 1_000 and all(done[id].messages[2]["content"] == str(id + 1) for id in lines)
+def test_answers_are_there_as_soon_as_they_are_given(pool: AgentPool) -> None:
+    pool.start([task(0), task(1)])
+    found: list[Any] = []
+    while len(found) < 2:
+        found += pool.ready(60.0)
+    assert {answer.id for answer in found} == {0, 1} and pool.ready(0.01) == []
+    first = next(answer for answer in found if answer.id == 0)
+    pool.reply({0: sampled(first, "end")})
+    (answer,) = pool.ready(60.0)
+    assert isinstance(answer, Finished) and answer.id == 0
+    pool.stop([1])
+
+
+def test_a_thousand_sessions_at_once(pool: AgentPool) -> None:
+    lines = {id: [call("later", text=f"ab {id}"), "end"] for id in range(1_000)}
+    done = finish(pool, lines)
+    assert len(done) == 1_000 and all(done[id].messages[2]["content"] == f"ab {id}" for id in lines)
     assert all(answer.metrics["turns"] == 2 for answer in done.values())
 
 
+@pytest.mark.soak
 def test_the_end_of_a_pool_is_the_end_of_its_processes_and_of_what_they_started(folder: Path) -> None:
     with AgentPool(setup(folder, "tools", workers=2)) as pool:
         pool.start([task(0)])
