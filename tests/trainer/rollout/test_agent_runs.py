@@ -23,10 +23,10 @@ def parse(text, tools):
         return text, []
     return "", [{"name": "calculator", "arguments": {"expression": "1" + "".join(filter(str.isdigit, text))}}]
 '''
-REWARD = '''
+REWARD = """
 def compute_score(data_source, solution_str, ground_truth, extra_info):
     return len(solution_str) % 5 + extra_info["num_turns"]
-'''
+"""
 MULTI_TURN = "actor_rollout_ref.rollout.multi_turn"
 RUN = (
     "algorithm=grpo", "data.train_batch_size=4", "actor_rollout_ref.actor.ppo_mini_batch_size=4", "actor_rollout_ref.rollout.n=2",
@@ -52,7 +52,13 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("calculator")
     calculator.main([f"--local_save_dir={folder}", "--train_size=16", "--test_size=4", "--sft_size=0"])
     tiny_model.main(
-        [f"--save_dir={folder / 'base'}", "--tools", "--alphabet=0123456789+", "--num_attention_heads=3", "--num_key_value_heads=1"]
+        [
+            f"--save_dir={folder / 'base'}",
+            "--tools",
+            "--alphabet=0123456789+",
+            "--num_attention_heads=3",
+            "--num_key_value_heads=1",
+        ]
     )
     (folder / "reward.py").write_text(REWARD)
     (folder / "parser.py").write_text(PARSER)
@@ -94,7 +100,10 @@ def test_turns_are_trained_as_they_were_sampled(task: Path, tmp_path: Path) -> N
     assert {turns(mask) for mask in masks} >= {1, 3}
     assert all(mask[: int(length)].sum() == 0 for mask, length in zip(masks, rows["rows.prompt_length"], strict=True))
     ids = rows["tokens.input_ids"].split(rows["lengths"].tolist())
-    sampled = [(row[int(length) :] if mask is not None else row) for row, mask, length in zip(ids, masks, rows["rows.prompt_length"], strict=True)]
+    sampled = [
+        (row[int(length) :] if mask is not None else row)
+        for row, mask, length in zip(ids, masks, rows["rows.prompt_length"], strict=True)
+    ]
     assert max(len(row) for row in sampled) <= 40, "turns and results together"
     observed = sum(int((mask[int(length) :] == 0).sum()) for mask, length in zip(masks, rows["rows.prompt_length"], strict=True))
     assert observed == round(steps[0]["agents/tokens/observed"] * len(masks)) > 0
@@ -129,4 +138,7 @@ def test_run_repeats_and_resumes_in_mid_conversation(
     if mode in ("partial", "async"):
         versions = [dump(tmp_path / "whole", step)["tokens.weight_version"] for step in (2, 3, 4)]
         assert any(len(of_step[of_step >= 0].unique()) > 1 for of_step in versions), "conversations over several steps"
-        assert max(step["training/rollout_log_probs_diff_max"] for step in whole if "training/rollout_log_probs_diff_max" in step) < 1e-5
+        assert (
+            max(step["training/rollout_log_probs_diff_max"] for step in whole if "training/rollout_log_probs_diff_max" in step)
+            < 1e-5
+        )

@@ -133,7 +133,6 @@ class AgentSessions:
         )
         return Session(id, task, seed, greedy)
 
-
     def journal(self, session: Session) -> Journal:
         """Journal of a session that has begun."""
         # A session that was restored is started again when a flow gets it.
