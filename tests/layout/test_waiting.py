@@ -9,6 +9,7 @@ from tests.layout.source import parse, python_files
 WATCHDOG = Path("trainer/cluster/watchdog.py")
 # Files that wait for something other than a worker -> the limit.
 OTHERS = {
+    "trainer/agents/sessions/process.py": "a session that has ended",
     "trainer/rewards/scoring.py": "a scorer: timeouts.reward, around all scoring",
     "trainer/rewards/remote/remote_rewards.py": "a request, which has a timeout of its own; and the same limit",
     "trainer/checkpoint/saver.py": "a copy to remote_dir that has ended without an error",

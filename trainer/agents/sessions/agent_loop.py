@@ -325,13 +325,13 @@ async def tool_agent(session: AgentSession) -> None:
                     session.messages += [result.message() for result in results]
                     continue
                 assert user is not None
-                said = await _user_reply(session, user)
-                if said.score is not None:
-                    scores.append(said.score)
-                if said.error is not None:
-                    raise SessionEnded(said.error)
-                session.messages.append({"role": "user", "content": said.text})
-                if said.done:
+                answer = await _user_reply(session, user)
+                if answer.score is not None:
+                    scores.append(answer.score)
+                if answer.error is not None:
+                    raise SessionEnded(answer.error)
+                session.messages.append({"role": "user", "content": answer.text})
+                if answer.done:
                     session.finished = True
                     break
     finally:

@@ -76,9 +76,9 @@ from trainer.agents.tools import BaseTool, ToolResponse
 class Counter(BaseTool):
     """Adds up what its calls get."""
     log = []
+    state = {}
 
     async def create(self, instance_id=None, **kwargs):
-        self.state = getattr(self, "state", {})
         self.state[instance_id] = kwargs.get("start", 0)
         self.log.append(("create", instance_id))
         return instance_id, ToolResponse()
@@ -200,8 +200,8 @@ def script(lines: Mapping[int, list[str]]) -> Model:
     """A model with lines for each session; «end» after the last one."""
 
     def model(wanted: Wanted, turn: int) -> SampledTurn:
-        said = lines[wanted.id]
-        return sampled(wanted, said[turn] if turn < len(said) else "end")
+        texts = lines[wanted.id]
+        return sampled(wanted, texts[turn] if turn < len(texts) else "end")
 
     return model
 

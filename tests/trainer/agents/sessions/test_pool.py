@@ -5,8 +5,9 @@ import signal
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import numpy as np
 import pytest
 
 from tests.trainer.agents.sessions.scripted import (
@@ -25,7 +26,7 @@ from trainer.agents.sessions.pool import AgentPool
 from trainer.agents.sessions.protocol import Finished, Journal, Wanted
 
 SECONDS = 3.0
-"""Limit of a tool. Starting a process takes most of the time of these tests, so many of them share a pool."""
+"""Limit of a tool. Starting a process takes most of the time of these tests, and most share a pool."""
 
 
 @pytest.fixture(scope="module")
@@ -136,11 +137,26 @@ def test_sessions_continue_from_their_journals(pool: AgentPool, given: AgentSetu
     next(ticks)
     early = dict(next(ticks))
     journals = [pool.journal(id) for id in lines if id not in early]
+    # Two turns each, and the results of the first one's calls.
+    assert journals and all((len(journal.turns), len(journal.outcomes)) == (2, 1) for journal in journals)
     pool.stop(lines)
     pool.start(journals)
     known = {journal.task.id: len(journal.turns) for journal in journals}
     *_, late = drive(pool, lambda wanted, turn: script(lines)(wanted, known[wanted.id] + turn), {*known})
     assert {id: facts(answer) for id, answer in (early | late).items()} == alone(given, lines)
+
+
+def test_a_call_that_was_answered_before_and_is_repeated_is_no_answer(given: AgentSetup) -> None:
+    pool, anywhere = AgentPool(given), cast(Any, None)
+    wanted = Wanted(0, 1, 0, np.zeros(1, dtype=np.int64), 100)
+    session = pool._sessions[0] = pool_module._Session(Journal(task(0), [sampled(wanted, "ab")]))
+    pool._take(anywhere, session, 0, wanted)
+    assert session.owed and not pool._answers
+    pool._take(anywhere, session, 1, wanted)
+    assert not session.owed and pool._answers == {0: wanted}
+    pool._answers.clear()
+    pool._take(anywhere, session, 1, wanted)
+    assert not pool._answers
 
 
 def test_a_process_with_threads_left_behind_is_replaced_between_messages(
