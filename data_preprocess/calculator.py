@@ -30,9 +30,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--train_size", type=int, default=20000, help="problems for RL (default: %(default)s)")
     parser.add_argument("--test_size", type=int, default=256, help="held-out problems (default: %(default)s)")
     parser.add_argument("--sft_size", type=int, default=8192, help="conversations for the warm start (default: %(default)s)")
-    parser.add_argument(
-        "--called", type=float, default=0.3, help="share of problems with frequent calls (default: %(default)s)"
-    )
+    parser.add_argument("--called", type=float, default=0.3, help="share of problems with frequent calls (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="seed of problems and conversations (default: %(default)s)")
     args = parser.parse_args(argv)
     sizes = (args.test_size, args.train_size, args.sft_size)
