@@ -128,8 +128,8 @@ def test_supervised_training_reads_accepted_responses(task: Path, whole: Path) -
     assert max(sum(other == prompt for other, _ in pairs) for prompt, _ in pairs) == 2
     tokenizer = AutoTokenizer.from_pretrained(task / "base")
     data = SFTDataset(
-        [str(whole / "sft.parquet")], tokenizer, messages_key=None, tools_key=None, prompt_key="prompt", response_key="response", max_length=32,
-        truncation="error", apply_chat_template_kwargs={},
+        [str(whole / "sft.parquet")], tokenizer, messages_key=None, tools_key=None, prompt_key="prompt",
+        response_key="response", max_length=32, truncation="error", apply_chat_template_kwargs={},
     )  # fmt: skip
     assert len(data) == len(rows)
 
