@@ -111,8 +111,7 @@ class EnvironmentSession:
 
     Nothing that user code does is raised. rewards: of each turn so far. info: of the last call. tools: after reset. error: why
     the environment cannot continue, one line; the session then ends. outcome: of the last call, JSON for the journal. counts:
-    "error", "timeout"; "restarted": sessions that could not be repeated; "differs": calls of a pure environment that returned
-    something else when they were repeated.
+    "error", "timeout"; "differs": calls of a pure environment that returned something else when they were repeated.
     """
 
     def __init__(self, environment: type[Environment], loop: SessionLoop, *, seconds: float) -> None:
@@ -130,16 +129,12 @@ class EnvironmentSession:
         self._repeated: list[tuple[Any, Any]] = []
         """(Argument of a call, its outcome) of the calls so far that user code has not run."""
 
-    def repeat(self, outcomes: Sequence[Any]) -> bool:
+    def repeat(self, outcomes: Sequence[Any]) -> None:
         """Let the next calls return these outcomes of an earlier process, without user code.
 
-        False, and no call is repeated, if the environment is opaque: its session must start again, with an empty journal.
+        An opaque environment cannot continue after them: the call that follows is an error.
         """
-        if outcomes and self._how == "opaque":
-            self.counts["restarted"] += 1
-            return False
         self._journal.extend(outcomes)
-        return True
 
     async def reset(self, task: Any) -> list[Message]:
         """First messages; none if ``error`` is set."""
@@ -181,6 +176,8 @@ class EnvironmentSession:
             return
         self._environment = await self._loop.run(self._made, seconds=self._seconds)
         repeated, self._repeated = self._repeated, []
+        if repeated and self._how == "opaque":
+            raise UserCodeError("its process has ended, and it is neither pure nor has it state and load")
         if repeated and self._how == "state":
             await self._call(self._environment.load, lambda value: value, deepcopy(repeated[-1][1]["state"]))
         for argument, before in repeated if self._how == "pure" else ():

@@ -119,6 +119,12 @@ class GroupBuffer:
         found = [self._response(id).session for id in ids]
         return [session for session in found if session is not None]
 
+    def with_call(self, ids: Sequence[int]) -> list[int]:
+        """Those of the requests that an engine can work on; a session may have to wait for its agent first."""
+        if self.agents is None:
+            return list(ids)
+        return [session.id for session in self.sessions(ids) if session.wanted is not None]
+
     def requests(self, ids: Sequence[int]) -> Batch:
         """Rollout requests with what their responses have so far; see RolloutRole.advance."""
         if self.agents is not None:

@@ -149,9 +149,11 @@ class PartialRollouts:
         tokens = 0
         for ids in self.buffer.unfinished():
             flow.admit(ids, len(self.buffer.prompt(ids[0]).prompt_ids))
-            requests = self.buffer.requests(ids)  # now: sessions that were resumed have their calls
-            begun = requests.rows["begun"]
-            tokens += int((requests.lengths - begun).max() + begun.sum())
+            # Now: sessions that were resumed have their calls, except those that had to begin anew.
+            if known := self.buffer.with_call(ids):
+                requests = self.buffer.requests(known)
+                begun = requests.rows["begun"]
+                tokens += int((requests.lengths - begun).max() + begun.sum())
         return tokens
 
     def _admit(self, flow: Flow, prompt: Prompt, sampler: Sampler, step: int) -> None:

@@ -383,15 +383,20 @@ class Sampler:
     def _submit_sessions(self, rows: Batch, asked: Sequence[Prompt]) -> Batch:
         """As ``submit``, for rows of sessions, which have their prompts. asked: the prompt of each row.
 
-        A session is scored once, by the text of its last row after the prompt; one with a reward is not scored.
+        A session is scored once, by the text of its last row after the prompt. One with a reward has that; the reward of one that
+        ended with an error has failed.
         """
         texts, sessions = decode_sessions(rows, self.tokenizer), rows.objects["session"]
         number = Trajectories.of(rows.with_rows(trajectory=rows.rows["id"])).last.tolist()
         of_row = torch.searchsorted(rows.rows["id"][number], rows.rows["id"])
         keys = torch.tensor(self._keys(len(number)))
-        to_score = [i for i in range(len(number)) if sessions[number[i]]["reward"] is None]
-        for i in set(range(len(number))) - set(to_score):
-            self._scored[int(keys[i])] = Score(sessions[number[i]]["reward"], {}, None)
+        to_score = []
+        for i, session in enumerate(sessions[row] for row in number):
+            error = session["extra"].get("error")
+            if session["reward"] is None and error is None:
+                to_score.append(i)
+            else:
+                self._scored[int(keys[i])] = Score(None if error else session["reward"], {}, error)
         at = [number[i] for i in to_score]
         prompts = [replace(asked[row], extra_info=asked[row].extra_info | sessions[row]["extra"]) for row in at]
         by_servers = isinstance(self.rewards, RemoteRewards)

@@ -27,6 +27,28 @@ REWARD = """
 def compute_score(data_source, solution_str, ground_truth, extra_info):
     return len(solution_str) % 5 + extra_info["num_turns"]
 """
+ENVIRONMENT = '''
+from trainer.agents.environments import Environment
+
+
+class Count(Environment):
+    """Replies with the number of characters; a session has at most three turns. Pure, or it begins anew after a resume."""
+
+    pure = True
+
+    def reset(self, task):
+        self.turns = 0
+        return [{"role": "user", "content": "12+" + str(len(task.prompt[0]["content"]))}]
+
+    def step(self, message):
+        self.turns += 1
+        text = message["content"] or ""
+        return [{"role": "user", "content": str(len(text))}], len(text) % 3 - 0.5, self.turns == 3 or len(text) % 4 == 0, {}
+
+
+class Forgetful(Count):
+    pure = False
+'''
 MULTI_TURN = "actor_rollout_ref.rollout.multi_turn"
 RUN = (
     "algorithm=grpo", "data.train_batch_size=4", "actor_rollout_ref.actor.ppo_mini_batch_size=4", "actor_rollout_ref.rollout.n=2",
@@ -62,6 +84,7 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     (folder / "reward.py").write_text(REWARD)
     (folder / "parser.py").write_text(PARSER)
+    (folder / "environment.py").write_text(ENVIRONMENT)
     return folder
 
 
@@ -135,3 +158,23 @@ def test_run_resumes_bitwise_in_mid_conversation(
         assert any(len(of_step[of_step >= 0].unique()) > 1 for of_step in versions), "conversations over several steps"
         gaps = [step.get("training/rollout_log_probs_diff_max", 0.0) for step in whole]
         assert max(gaps) < 1e-5, "of tokens that the present weights sampled"
+
+
+@pytest.mark.parametrize("name", ["Count", "Forgetful"])
+def test_run_with_an_environment_trains_its_rewards_and_resumes(name: str, task: Path, tmp_path: Path) -> None:
+    options = (*RUN, *MODES["partial"], f"{MULTI_TURN}.environment={task / 'environment.py'}:{name}")
+
+    def run_environment(folder: Path, *overrides: str) -> list[dict[str, float]]:
+        return run_ppo(task, folder / "run", *options, f"trainer.rollout_data_dir={folder / 'rollouts'}", *overrides)
+
+    whole = run_environment(tmp_path / "whole")
+    assert max(step["training/rollout_log_probs_diff_max"] for step in whole if "rollout/staleness/0" in step) < 1e-5
+    assert whole[0]["agents/turns/max"] == 3 and whole[0]["agents/tokens/observed"] > 0
+    scores = dump(tmp_path / "whole", 1)["rows.score"]
+    assert all((score * 2) % 1 == 0 and -1.5 <= score <= 4.5 for score in scores.tolist()), "sums of rewards of turns"
+    path = ("trainer.resume_mode=resume_path", f"trainer.resume_from_path={tmp_path / 'whole' / 'run' / 'global_step_2'}")
+    resumed = run_environment(tmp_path / "resumed", *path)
+    if name == "Count":
+        assert repeatable(resumed) == repeatable(whole[2:])
+    assert any("agents/restarted" in step for step in resumed) == (name == "Forgetful")
+    assert not any("agents/restarted" in step for step in whole)

@@ -15,12 +15,14 @@ from collections import defaultdict, deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from configs.schema.agents import AgentConfig, MultiTurnConfig
+from trainer.agents.environments import EnvironmentSession, load_environment, restoration
 from trainer.agents.formats import Format, MalformedCall, ToolCall, call_format, opens_thinking, parse_turn
 from trainer.agents.interactions import InteractionSession, UserReply
 from trainer.agents.isolation import SessionLoop, UserCodeError
@@ -36,6 +38,7 @@ from trainer.rewards.scoring import finite
 from trainer.run.user_code import load_function
 
 _KEY = "actor_rollout_ref.rollout"
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +69,16 @@ class AgentKit:
         unique(self.tools, f"{_KEY}.multi_turn.function_tool_path")
         if config.interaction_config_path is not None:
             self.interactions = load_interactions(config.interaction_config_path, f"{_KEY}.multi_turn.interaction_config_path")
+        self.environment = None
+        if config.environment is not None:
+            self.environment = load_environment(config.environment, f"{_KEY}.multi_turn.environment")
         self._own: dict[str, AgentLoop] = {}
         self.loop(self.default_loop)
+
+    @property
+    def continues(self) -> bool:
+        """Whether sessions can be continued from their journals, in another process."""
+        return self.environment is None or restoration(self.environment) != "opaque"
 
     def loop(self, name: str) -> AgentLoop:
         """The loop of a name in LOOPS, or of a user's function: path/to/file.py:function. Raises ValueError, one line."""
@@ -196,7 +207,8 @@ class AgentSession:
 
     async def run(self) -> Finished:
         """Run the loop to its end. An exception of user code ends the session with what it has, see ``error`` in extra."""
-        loop = self.kit.loop(self.task.agent or self.kit.default_loop)
+        chosen = self.task.agent or self.kit.default_loop
+        loop = environment_agent if chosen == "tool_agent" and self.kit.environment is not None else self.kit.loop(chosen)
         try:
             self.reward = await loop(self)
             if self._turns or self._outcomes:
@@ -387,6 +399,53 @@ async def _user_reply(session: AgentSession, user: InteractionSession) -> UserRe
     found = await session.outcome(make, repeat)
     session.metrics["interaction/seconds"] += found["seconds"]
     return UserReply(**found["user"])
+
+
+async def environment_agent(session: AgentSession) -> float | None:
+    """Turns of the model and replies of an environment; returns the sum of its rewards, also if a limit ends the session."""
+    config = session.kit.config
+    assert session.kit.environment is not None, "AgentKit chooses this loop with an environment"
+    async with EnvironmentSession(session.kit.environment, session.user_code, seconds=config.tool_timeout) as environment:
+        try:
+            session.messages[:] = await _of_environment(session, environment, lambda: environment.reset(session.task))
+            done = environment.error is not None
+            while not done and (reply := await session.sample(environment.tools or None)) is not None:
+                # A turn that was truncated has no reward either: the environment never sees it.
+                if reply.truncated:
+                    break
+                step = await _of_environment(session, environment, partial(environment.step, reply.message))
+                assert isinstance(step.messages, list), "a text is a user's message"
+                session.messages += step.messages
+                done = session.finished = step.done and environment.error is None
+                limits = (config.max_assistant_turns, config.max_user_turns)
+                if environment.error is not None or session.answered in limits or session.is_full:
+                    break
+        finally:
+            session.extra["num_turns"] = 2 * session.answered + 1
+            session.extra["turn_scores"] = environment.rewards
+            session.extra["environment"] = environment.info
+            session.metrics.update({f"environment/{kind}": number for kind, number in environment.counts.items()})
+        if environment.error is not None:
+            raise SessionEnded(environment.error)
+        return math.fsum(environment.rewards)
+
+
+async def _of_environment(session: AgentSession, environment: EnvironmentSession, call: Callable[[], Awaitable[_T]]) -> _T:
+    """Result of a call of the environment, from the journal or live."""
+    found: list[_T] = []
+
+    async def make() -> Any:
+        start = time.monotonic()
+        found.append(await call())
+        session.metrics["environment/seconds"] += time.monotonic() - start
+        return environment.outcome
+
+    async def repeat(outcome: Any) -> None:
+        environment.repeat([outcome])
+        found.append(await call())
+
+    await session.outcome(make, repeat)
+    return found[0]
 
 
 LOOPS: Mapping[str, AgentLoop] = {"tool_agent": tool_agent, "single_turn_agent": single_turn_agent}

@@ -47,12 +47,14 @@ _CHILD = "from trainer.agents.sessions.process import main; main({fd}, {marks}, 
 class AgentPool:
     """Pool of agent processes, a context manager. A session answers its start, and every turn, exactly once.
 
-    deaths: processes that died and were replaced. Not thread-safe; processes die with the thread that started them.
+    deaths: processes that died and were replaced. continues: whether sessions can be continued from journals; known when ready.
+    Not thread-safe; processes die with the thread that started them.
     """
 
     def __init__(self, setup: AgentSetup) -> None:
         """Start nothing yet."""
         self.deaths = 0
+        self.continues = True
         self._setup = packed(setup)
         self._timeout = setup.multi_turn.tool_timeout
         self._size = setup.agent.num_workers
@@ -234,8 +236,9 @@ class AgentPool:
             return False
         for content in process.batches(data):
             if not process.ready:
-                if content is not None:
+                if isinstance(content, str):
                     raise ValueError(content)
+                self.continues = content
                 process.ready, process.answered = True, time.monotonic()
                 continue
             process.hung, answers = content
@@ -351,7 +354,12 @@ class AgentPool:
         )
         self._homes[self._homes.index(process)] = new = self._new_process()
         for session in inside:
-            if session in suspects:
+            if not self.continues and session.journal.outcomes:
+                # It ends with what it has, when it owes an answer.
+                session.process, session.number, session.runs, session.died = None, 0, False, reason
+                if session.owed:
+                    self._place(session, new)
+            elif session in suspects:
                 session.process, session.number, session.runs = None, 0, False
                 self._suspects.append(session)
             else:

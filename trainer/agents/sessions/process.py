@@ -220,6 +220,6 @@ async def _serve(connection: socket.socket, marks: Marks) -> None:
         return
     server = AgentServer(kit, marks, writer.write)
     heart = asyncio.create_task(beat())
-    writer.write(packed(None))
+    writer.write(packed(kit.continues))
     while not heart.done():
         server.receive(await read())

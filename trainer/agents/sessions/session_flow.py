@@ -29,6 +29,10 @@ COLUMNS = {"input_ids": torch.int64, "rollout_log_probs": torch.float32, "weight
 class Agents(Protocol):
     """The agent processes, see trainer.agents.sessions.pool.AgentPool."""
 
+    continues: bool
+
+    def wait_ready(self) -> None: ...
+
     def start(self, sessions: Sequence[Task | Journal]) -> None: ...
 
     def reply(self, turns: Mapping[int, SampledTurn]) -> None: ...
@@ -73,7 +77,7 @@ class Session:
 
     wanted: the call that it waits for; None: its process has not said yet. partial: what was sampled for this call before it was
     interrupted, by column (L,). journal: of a session that no process has, because it was restored from a checkpoint;
-    interrupted: key and ordinal of its call.
+    interrupted: key and ordinal of its call. restarted: whether it had to begin anew after that.
     """
 
     id: int
@@ -84,12 +88,17 @@ class Session:
     partial: dict[str, torch.Tensor] = field(default_factory=_nothing)
     journal: Journal | None = None
     interrupted: tuple[int, ...] | None = None
+    restarted: bool = False
+
+    def restart(self) -> None:
+        """Begin anew: no process can repeat its journal."""
+        self.partial, self.journal, self.interrupted, self.restarted = _nothing(), None, None, True
 
     def resumed(self, wanted: Wanted) -> None:
         """Its process has repeated the journal and waits for this call."""
-        # An environment that cannot be repeated has begun again: nothing was sampled for its present call.
+        # Otherwise what was sampled for its call would continue another one.
         if (wanted.key, wanted.ordinal) != self.interrupted:
-            self.partial = _nothing()
+            raise ValueError(f"session {self.id} does not wait for the call that was saved: tools or template have changed")
         self.wanted, self.journal, self.interrupted = wanted, None, None
 
     @property
@@ -175,6 +184,8 @@ class SessionFlow:
         restored = set[int]()
         for session in self._sessions(ids):
             self._open[session.id] = self._of_task[session.task.id] = session
+            if session.journal is not None and not self._agents.continues:
+                session.restart()
             if session.journal is not None:
                 restored.add(session.task.id)
                 new.append(session.journal)
@@ -268,7 +279,7 @@ class SessionFlow:
                 session.wanted = answer
                 wanted.append(session)
             else:
-                rows.append(finished_rows(session.id, answer))
+                rows.append(finished_rows(session.id, answer, restarted=session.restarted))
                 del self._open[session.id], self._of_task[answer.id]
         self._enter(wanted)
         return [Batch.concat(rows)] if rows else []
@@ -305,12 +316,13 @@ def _rows(part: Batch) -> Iterable[tuple[int, dict[str, torch.Tensor]]]:
         yield id, {name: rows[row] for name, rows in columns.items()}
 
 
-def finished_rows(id: int, session: Finished) -> Batch:
+def finished_rows(id: int, session: Finished, *, restarted: bool) -> Batch:
     """The rows of a session, see SessionFlow."""
     parts = session.parts
     names = ("input_ids", "response_mask", "rollout_log_probs", "weight_version")
     columns = {name: torch.from_numpy(np.concatenate([getattr(part, name) for part in parts])) for name in names}
-    facts = {name: getattr(session, name) for name in ("reward", "extra", "metrics", "messages")}
+    metrics = session.metrics | ({"restarted": 1.0} if restarted else {})
+    facts = {"reward": session.reward, "extra": session.extra, "metrics": metrics, "messages": session.messages}
     return Batch(
         lengths=torch.tensor([len(part.input_ids) for part in parts], dtype=torch.int64),
         tokens=columns | {"response_mask": columns["response_mask"].float()},

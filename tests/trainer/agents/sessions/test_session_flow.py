@@ -4,6 +4,7 @@ import random
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import pytest
@@ -54,11 +55,16 @@ class Script:
 class Agents:
     """Agent processes whose answers to a message take a drawn number of questions. calls: user code that ran."""
 
+    continues = True
+
     def __init__(self, seed: int = 0) -> None:
         self.draw = random.Random(seed)
         self.scripts: dict[int, Script] = {}
         self.answers: dict[int, Wanted | Finished] = {}
         self.calls = 0
+
+    def wait_ready(self) -> None:
+        """They are."""
 
     def start(self, sessions: Sequence[Task | Journal]) -> None:
         for one in sessions:
@@ -221,7 +227,7 @@ def test_agents_work_while_the_engines_generate() -> None:
 def test_interrupted_sessions_continue_bitwise(restarts: bool) -> None:
     """Suspended at any tick, as between two steps; with restarts also from the arrays of a checkpoint, in new processes."""
     expected = trained(run(12, step=4)[0])
-    for seed in range(25):
+    for seed in range(12):
         draw, agents = random.Random(seed), Agents(seed)
         sessions = AgentSessions(agents, max_prompt=8, max_tokens=MOST)
         of_id: dict[int, Session | Batch] = {id: new_session(sessions, id) for id in range(12)}
@@ -231,9 +237,8 @@ def test_interrupted_sessions_continue_bitwise(restarts: bool) -> None:
             def turns(requests: Callable[[Sequence[int]], Batch], version: int = version) -> Turns:
                 return Turns(requests, 2, version)
 
-            flow = SessionFlow(
-                agents, lambda ids: [one for id in ids if isinstance(one := of_id[id], Session)], turns, in_step=True
-            )
+            open_now = {id: one for id, one in of_id.items() if isinstance(one, Session)}
+            flow = SessionFlow(agents, partial(map, open_now.__getitem__), turns, in_step=True)
             for id, one in of_id.items():
                 if isinstance(one, Session):
                     flow.admit([id], 1)
@@ -259,17 +264,30 @@ def test_interrupted_sessions_continue_bitwise(restarts: bool) -> None:
         assert n_calls + agents.calls == n_turns, "no user code ran twice"
 
 
-def test_call_of_another_prompt_discards_what_was_sampled() -> None:
-    """An environment that cannot be repeated begins again: its interrupted turn belongs to another prompt."""
-    sessions = AgentSessions(Agents(), max_prompt=8, max_tokens=MOST)
+def test_session_that_cannot_be_repeated_begins_anew_and_is_counted() -> None:
+    agents = Agents()
+    agents.continues = False
+    sessions = AgentSessions(agents, max_prompt=8, max_tokens=MOST)
     one = new_session(sessions, 0)
+    one.partial = {name: torch.ones(3, dtype=dtype) for name, dtype in COLUMNS.items()}
+    one.journal, one.interrupted = Journal(one.task, outcomes=["of the first process"]), (5, 0)
+    flow = SessionFlow(agents, lambda ids: [one], lambda requests: Turns(requests, 4), in_step=True)
+    flow.admit([0], 1)
+    (rows,) = drive(flow)
+    assert trained([rows]) == trained(run(1, step=4)[0])
+    assert rows.objects["session"][0]["metrics"]["restarted"] == 1
+
+
+def test_call_that_was_not_saved_is_an_error() -> None:
+    """What was sampled for a call must not continue another one."""
+    one = new_session(AgentSessions(Agents(), max_prompt=8, max_tokens=MOST), 0)
     one.partial = {name: torch.ones(3, dtype=dtype) for name, dtype in COLUMNS.items()}
     one.interrupted = (5, 0)
     one.resumed(Wanted(one.task.id, 5, 0, np.array([1]), 9))
     assert len(one.partial["input_ids"]) == 3
     one.interrupted = (5, 0)
-    one.resumed(Wanted(one.task.id, 6, 0, np.array([1]), 9))
-    assert len(one.partial["input_ids"]) == 0
+    with pytest.raises(ValueError, match="tools or template have changed"):
+        one.resumed(Wanted(one.task.id, 6, 0, np.array([1]), 9))
 
 
 def test_prompt_without_messages_is_refused() -> None:
