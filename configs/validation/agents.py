@@ -54,5 +54,5 @@ def agent_notes(config: PPOConfig, typed: Collection[str]) -> Iterator[str]:
     if turns.enable and loop is None and not any(_sources(turns).values()):
         yield f"{KEY}.enable=true: there are neither tools nor an interaction or environment, so conversations have a single turn"
     if not turns.enable:
-        ours = (key for key in sorted(typed) if key.startswith((f"{KEY}.", f"{AGENT}.")) and key != f"{KEY}.enable")
-        yield from (f"{key} has no effect without {KEY}.enable=true" for key in ours)
+        unused = (key for key in sorted(typed) if key.startswith((f"{KEY}.", f"{AGENT}.")) and key != f"{KEY}.enable")
+        yield from (f"{key} has no effect without {KEY}.enable=true" for key in unused)

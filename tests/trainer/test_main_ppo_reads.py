@@ -1,5 +1,6 @@
 """Every leaf of trainer.main_ppo is read by a run, or by a function that a run calls with its configuration."""
 
+import asyncio
 import json
 import os
 import pickle
@@ -20,12 +21,17 @@ from configs.validation.programs import check_ppo
 from tests.reads import recorded
 from tests.reward_models import make_reward_model
 from tests.runs import make_task, ppo_arguments, run_ppo
+from tests.trainer.agents.sessions.scripted import call, converse, script, setup, task
 from tests.trainer.algorithms.losses.test_actor_loss import micro_batch
 from tests.trainer.algorithms.padded import advantages
 from tests.trainer.rewards.server import Reply, Server
 from tests.workers.rollout.sglang.test_sglang_engine_arguments import Recorder
 from tests.workers.rollout.vllm_workers import place
 from trainer import main_ppo
+from trainer.agents.sessions import process
+from trainer.agents.sessions.agent_loop import AgentKit
+from trainer.agents.sessions.pool import AgentPool
+from trainer.agents.sessions.protocol import Finished, Journal
 from trainer.algorithms.losses.actor_loss import ActorLoss, ActorLossConfig
 from trainer.cluster.launch import open_backend
 from trainer.resilience.alarms import END_TOKENS, ppo_alarms
@@ -164,6 +170,23 @@ def start_scoring_process(patch: pytest.MonkeyPatch) -> None:
     actual.close()
 
 
+def hold_conversation(folder: Path, patch: pytest.MonkeyPatch) -> None:
+    """A session in this process; and the start of an agent process, which ends because a file is missing."""
+    given = setup(folder, "tools")
+    assert AgentPool(given).deaths == 0
+    assert isinstance(converse(AgentKit(given), Journal(task()), script({0: [call("add", a=1, b=2), "3"]})), Finished)
+    limits: list[int] = []
+    patch.setattr(process, "limit_memory", limits.append)
+    actual, expected = socket.socketpair()
+    actual.sendall(process.packed(setup(folder, environment="missing.py:Class")))
+    marks = os.memfd_create("marks")
+    os.ftruncate(marks, process.Marks.SIZE)
+    with actual, asyncio.Runner() as runner:
+        runner.run(process._serve(expected, process.Marks(marks)))
+        assert limits and b"missing.py" in actual.recv(4096)
+    os.close(marks)
+
+
 def evaluate_alarms() -> None:
     """Metrics are usual for ten steps, then all diverge."""
     output = "{bound:0.5,action:warn,patience:1}"
@@ -208,19 +231,20 @@ def code_of(task: Path, run_dir: Path, *overrides: str) -> int:
 def read(no_process_left_behind: None, tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, str]:
     """Leaves that are read, with their first reader."""
     folder = tmp_path_factory.mktemp("reads")
-    task = make_task(folder / "task", train_size=32, test_size=4, sft_size=32)
+    data = make_task(folder / "task", train_size=32, test_size=4, sft_size=32)
     judge = f"reward.reward_model.path={make_reward_model(folder / 'judge', seed=1)}"
-    first = (*PPO, f"data.ptx_files={task}/sft.parquet", f"trainer.rollout_data_dir={folder}/dump")
+    first = (*PPO, f"data.ptx_files={data}/sft.parquet", f"trainer.rollout_data_dir={folder}/dump")
     with pytest.MonkeyPatch.context() as patch, recorded() as reads:
-        run_ppo(task, folder / "first", *first)
+        run_ppo(data, folder / "first", *first)
         again = ("trainer.replay.mode=train", f"trainer.replay.path={folder}/dump/step_2.safetensors")
-        assert code_of(task, folder / "first", *first, *again) == 0
-        run_ppo(task, folder / "second", *GRPO, judge)
-        assert code_of(task, folder / "third", *MEGATRON, judge) == 3
+        assert code_of(data, folder / "first", *first, *again) == 0
+        run_ppo(data, folder / "second", *GRPO, judge)
+        assert code_of(data, folder / "third", *MEGATRON, judge) == 3
         for part in (compute_losses, evaluate_groups, score_responses, evaluate_alarms):
             part()
-        build_engines(task / "base", patch)
+        build_engines(data / "base", patch)
         start_scoring_process(patch)
+        hold_conversation(folder, patch)
         fail_a_worker(folder / "fourth")
         join_ray(folder / "fifth", patch)
     close_fork_servers()

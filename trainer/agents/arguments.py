@@ -9,7 +9,6 @@ from typing import Any, NoReturn
 
 from jsonschema import Draft202012Validator
 from jsonschema.exceptions import SchemaError, best_match
-from referencing.exceptions import Unresolvable
 
 Schema = dict[str, Any]
 _MOST_CHARACTERS = 300
@@ -79,12 +78,20 @@ def from_text(text: str, schema: Schema) -> Any:
         value, end = (_WORDS[word], len(word)) if word in _WORDS else decode(word)
         if end < len(word) or not _TYPED & schema.keys():
             return text
-        check = Draft202012Validator(_supported(schema))
-        wrong = {error.validator for error in check.iter_errors(value)}
-        # A value of the right type that is too large, say, is a value all the same.
-        return text if wrong and ("type" in wrong or check.is_valid(text)) else value
-    except (ValueError, TypeError, ArithmeticError, RecursionError, re.error, Unresolvable):  # no JSON, an unusable schema
+    except ValueError:  # no JSON
         return text
+    check = Draft202012Validator(_supported(schema))
+    wrong = _violated(value, check)
+    # A value of the right type that is too large, say, is a value all the same.
+    return text if wrong and ("type" in wrong or not _violated(text, check)) else value
+
+
+def _violated(value: Any, check: Draft202012Validator) -> set[str]:
+    """Keywords of the schema that the value violates; "type" if the schema cannot be used."""
+    try:
+        return {str(error.validator) for error in check.iter_errors(value)}
+    except Exception as failure:  # any exception of the validator
+        return {"type", type(failure).__name__}
 
 
 def validator(parameters: Schema, *, closed: bool) -> Draft202012Validator:

@@ -135,7 +135,7 @@ def opened(assembly: type[Assembly], config: PPOConfig, lifecycle: RunLifecycle,
         )
         stack.callback(tracker.close)
         start.ended("data")
-        loop = parts.loop(rewards, agents, resume, tracker, start)
+        loop = parts.loop(rewards, resume, tracker, start, agents)
         # Only now does the run directory belong to this run: an earlier failure leaves no status and no report in it.
         lifecycle.started = True
         yield loop
@@ -222,7 +222,7 @@ class Assembly:
         announce((*self.data.notices, *self.held_out.notices, *texts, self.stream().order.notice))
 
     def loop(
-        self, rewards: Rewards, agents: AgentSessions | None, resume: Checkpoint | None, tracker: Tracker, start: Start
+        self, rewards: Rewards, resume: Checkpoint | None, tracker: Tracker, start: Start, agents: AgentSessions | None = None
     ) -> Loop:
         """Build models and rollout engine, and assemble the loop."""
         config, options, val = self.config, self.config.trainer, self.config.actor_rollout_ref.rollout.val_kwargs

@@ -45,9 +45,13 @@ def pack(responses: Sequence[Session | Batch | None], journals: Sequence[Journal
         "row_length": [length for one in rows for length in one.lengths.tolist()],
     } | {f"row_{name}": [value for one in rows for value in one.rows[name].tolist()] for name in ROWS}
     arrays = {name: torch.tensor(values, dtype=torch.int64) for name, values in numbers.items()}
-    names = {"input_ids": "token_ids", "rollout_log_probs": "log_probs", "weight_version": "versions"}
+    of_turns = {
+        "input_ids": [turn.token_ids for turn in flat],
+        "rollout_log_probs": [turn.log_probs for turn in flat],
+        "weight_version": [turn.versions for turn in flat],
+    }
     for name, dtype in COLUMNS.items():
-        arrays[f"turn_{name}"] = _joined([torch.from_numpy(getattr(turn, names[name])) for turn in flat], dtype)
+        arrays[f"turn_{name}"] = _joined([*map(torch.from_numpy, of_turns[name])], dtype)
         arrays[f"partial_{name}"] = _joined([columns[name] for columns in partial if columns is not None], dtype)
         arrays[f"row_{name}"] = _joined([one.tokens[name] for one in rows], dtype)
     arrays["row_response_mask"] = _joined([one.tokens["response_mask"] for one in rows], torch.float32)

@@ -75,8 +75,8 @@ def _nothing() -> dict[str, torch.Tensor]:
 class Session:
     """A session, as it is kept between two flows. id: in its flow. seed: of its turns. greedy: whatever the sampling is.
 
-    wanted: the call that it waits for; None: its process has not said yet. partial: what was sampled for this call before it was
-    interrupted, by column (L,). journal: of a session that no process has, because it was restored from a checkpoint;
+    wanted: the call that it waits for; None: its process has not answered yet. partial: what was sampled for this call before it
+    was interrupted, by column (L,). journal: of a session that no process has, because it was restored from a checkpoint;
     interrupted: key and ordinal of its call. restarted: whether it had to begin anew after that.
     """
 
@@ -319,8 +319,15 @@ def _rows(part: Batch) -> Iterable[tuple[int, dict[str, torch.Tensor]]]:
 def finished_rows(id: int, session: Finished, *, restarted: bool) -> Batch:
     """The rows of a session, see SessionFlow."""
     parts = session.parts
-    names = ("input_ids", "response_mask", "rollout_log_probs", "weight_version")
-    columns = {name: torch.from_numpy(np.concatenate([getattr(part, name) for part in parts])) for name in names}
+    columns = {
+        name: torch.from_numpy(np.concatenate(of_parts))
+        for name, of_parts in {
+            "input_ids": [part.input_ids for part in parts],
+            "response_mask": [part.response_mask for part in parts],
+            "rollout_log_probs": [part.rollout_log_probs for part in parts],
+            "weight_version": [part.weight_version for part in parts],
+        }.items()
+    }
     metrics = session.metrics | ({"restarted": 1.0} if restarted else {})
     facts = {"reward": session.reward, "extra": session.extra, "metrics": metrics, "messages": session.messages}
     return Batch(

@@ -139,6 +139,7 @@ def multi_turn(**changes: Any) -> MultiTurnConfig:
         "tool_config_path": None,
         "function_tool_path": None,
         "interaction_config_path": None,
+        "environment": None,
         "tool_timeout": 60.0,
         "on_break": "split",
     }
