@@ -187,7 +187,8 @@ def test_feature_has_the_numbers_of_a_sequential_loop_and_resumes_bitwise(
 @pytest.mark.soak
 def test_bound_of_one_is_one_step_off_and_bound_of_zero_is_synchronous(task: Path, tmp_path: Path) -> None:
     def steps(mode: str, *options: str) -> list[dict[str, float]]:
-        return repeatable(run(task, tmp_path / "-".join((mode, *options)), *pools(), f"async_training.mode={mode}", *options))
+        folder = tmp_path / str(len([*tmp_path.iterdir()]))
+        return repeatable(run(task, folder, *pools(), f"async_training.mode={mode}", *options))
 
     assert steps("async", "async_training.max_staleness=1") == steps("one_step_off")
     assert steps("async", "async_training.max_staleness=0") == steps("null")

@@ -223,20 +223,21 @@ def test_replica_that_dies_during_an_update_is_replaced_after_it_without_a_resta
 
 
 @pytest.mark.parametrize("prox_logp", ["loglinear", pytest.param("snapshot", marks=pytest.mark.soak)])
-def test_run_with_another_proximal_policy_repeats_and_resumes_bitwise(
-    prox_logp: str, task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_run_with_another_proximal_policy_repeats_and_resumes_bitwise(prox_logp: str, task: Path, tmp_path: Path) -> None:
     """snapshot: with a sync after every second step only, which is when checkpoints are written."""
     options = (
         *AHEAD, *MODES["staleness 2"], f"async_training.prox_logp={prox_logp}", "trainer.total_training_steps=4",
         "trainer.save_freq=2", "actor_rollout_ref.actor.ppo_mini_batch_size=2", "actor_rollout_ref.actor.optim.lr=0.01",
     )  # fmt: skip
-    sync = Loop.sync_weights
     if prox_logp == "snapshot":
-        monkeypatch.setattr(Loop, "sync_weights", lambda loop, step: None if step % 2 else sync(loop, step))
+        options = (*options, "async_training.trigger_parameter_sync_step=2")
     whole = run_ppo(task, tmp_path / "whole", *options)
     path = ("trainer.resume_mode=resume_path", f"trainer.resume_from_path={tmp_path / 'whole' / 'global_step_2'}")
-    assert repeatable(run_ppo(task, tmp_path / "resumed", *options, *path)) == repeatable(whole[2:])
+    resumed = run_ppo(task, tmp_path / "resumed", *options, *path)
+    # Each sync verifies other lines than the one before it: which ones depends on the number of syncs of a process.
+    for step in (*whole, *resumed):
+        step.pop("rollout/verified_bytes", None)
+    assert repeatable(resumed) == repeatable(whole[2:])
     assert ("timing_s/old_log_prob" in whole[0]) == (prox_logp == "snapshot")
     assert all(step["rollout_corr/rollout_is_mean"] > 0 for step in whole)
     if prox_logp == "snapshot":
