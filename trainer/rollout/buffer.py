@@ -239,6 +239,9 @@ class GroupBuffer:
 
     def load_arrays(self, arrays: Mapping[str, Tensor]) -> None:
         """Replace all groups by those of ``arrays``; none for a checkpoint without them."""
+        if self.agents is not None:
+            sessions = self.sessions([id for ids in self.unfinished() for id in ids])
+            self.agents.agents.stop([session.task.id for session in sessions])
         self._groups = {}
         if not arrays:
             return

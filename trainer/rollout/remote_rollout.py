@@ -315,6 +315,11 @@ class RolloutFlow:
         ended += [part.select(part.rows["ended"].nonzero().flatten()) for part in parts if part.rows["ended"].any()]
         return ended, [part.select((~part.rows["ended"]).nonzero().flatten()) for part in parts]
 
+    def discard(self) -> list[Batch]:
+        """Take all requests from the engines, which are never continued; returns what was sampled for them."""
+        ended, interrupted = self.suspend()
+        return [*ended, *interrupted]
+
     def _outstanding(self) -> list[Batch]:
         ended: list[Batch] = []
         while self._calls:

@@ -103,10 +103,10 @@ class Rounds:
         if not self._early or self._flow is None:
             return 0
         with self._phases("gen"):
-            ended, interrupted = self._flow.suspend()
+            sampled = self._flow.discard()
         # To where the first of them was drawn. The next step draws the same prompts, with the seeds of that step.
         self._stream.load(self._early[0].position)
-        unused = [*ended, *interrupted, *(part for early in self._early for part in early.ended)]
+        unused = [*sampled, *(part for early in self._early for part in early.ended)]
         return sum(part.total_tokens for part in unused)
 
     def _draw(self, skip: Collection[int]) -> Round:

@@ -80,6 +80,8 @@ class Flow(Protocol):
 
     def suspend(self) -> tuple[list[Batch], list[Batch]]: ...
 
+    def discard(self) -> list[Batch]: ...
+
 
 class Source(Protocol):
     """What a flow's ids are: rows of requests (see RolloutRole.advance), and with agents their sessions."""

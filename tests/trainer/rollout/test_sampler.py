@@ -104,8 +104,8 @@ class Flow:
     def wait(self) -> list[Batch]:
         return [self.parts.pop(0)]
 
-    def suspend(self) -> tuple[list[Batch], list[Batch]]:
-        return self.parts, []
+    def discard(self) -> list[Batch]:
+        return self.parts
 
 
 class Decoder:

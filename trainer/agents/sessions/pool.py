@@ -14,6 +14,7 @@ import selectors
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping
@@ -48,7 +49,7 @@ class AgentPool:
     """Pool of agent processes, a context manager. A session answers its start, and every turn, exactly once.
 
     deaths: processes that died and were replaced. continues: whether sessions can be continued from journals; known when ready.
-    Not thread-safe; processes die with the thread that started them.
+    Not thread-safe.
     """
 
     def __init__(self, setup: AgentSetup) -> None:
@@ -407,7 +408,9 @@ class _AgentProcess:
         marks = os.memfd_create("agent-marks")
         os.ftruncate(marks, Marks.SIZE)
         self.marks = Marks(marks)
-        command = _CHILD.format(fd=child_end.fileno(), marks=marks, parent=os.getpid())
+        # The kernel would end it with the thread that starts it: of other threads than the main one it ends with its socket.
+        parent = os.getpid() if threading.current_thread() is threading.main_thread() else None
+        command = _CHILD.format(fd=child_end.fileno(), marks=marks, parent=parent)
         self._popen = subprocess.Popen(
             # -P: no file of the working directory is imported in place of a module.
             [sys.executable, "-P", "-c", command],

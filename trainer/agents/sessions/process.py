@@ -182,9 +182,10 @@ def packed(content: Any) -> bytes:
     return len(data).to_bytes(HEADER, "big") + data
 
 
-def main(fd: int, marks_fd: int, parent: int) -> None:
-    """Entry point of an agent process; returns at the end of its socket."""
-    die_with_parent(parent)
+def main(fd: int, marks_fd: int, parent: int | None) -> None:
+    """Entry point of an agent process; returns at the end of its socket. parent: see die_with_parent, if it is to be called."""
+    if parent is not None:
+        die_with_parent(parent)
     enable_stack_reports()
     # What a tool prints must not end up in the output of the controller, and what it starts must not hold the socket.
     os.dup2(2, 1)

@@ -41,6 +41,8 @@ class Agents(Protocol):
 
     def ready(self) -> list[Wanted | Finished]: ...
 
+    def stop(self, sessions: Iterable[int]) -> None: ...
+
     def journal(self, session: int) -> Journal: ...
 
 
@@ -252,6 +254,13 @@ class SessionFlow:
         finished = self._take(self._agents.collect(self._due))
         self._open, self._of_task = {}, {}
         return finished, []
+
+    def discard(self) -> list[Batch]:
+        """As ``suspend``, but the others are stopped: they are never continued."""
+        sessions = [*self._of_task]
+        finished, _ = self.suspend()
+        self._agents.stop(sessions)
+        return finished
 
     def _requests(self, ids: Sequence[int]) -> Batch:
         return requests([self._open[id] for id in ids])

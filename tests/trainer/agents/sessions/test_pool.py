@@ -130,6 +130,20 @@ def test_a_process_that_is_killed_is_replaced_and_nothing_changes(pool: AgentPoo
     assert {id: facts(answer) for id, answer in done.items()} == alone(given, lines)
 
 
+@pytest.mark.soak
+def test_a_process_that_a_thread_has_replaced_outlives_the_thread(given: AgentSetup) -> None:
+    """Batches are generated ahead in a thread of their own, one per step."""
+    with AgentPool(given) as pool:
+        finish(pool, {0: good(0)})
+        os.kill(pool._homes[0].pid, signal.SIGKILL)
+        thread = threading.Thread(target=finish, args=(pool, {1: good(1)}))
+        thread.start()
+        thread.join()
+        assert pool.deaths == 1
+        assert {2: facts(finish(pool, {2: good(2)})[2])} == alone(given, {2: good(2)})
+        assert pool.deaths == 1
+
+
 def test_sessions_continue_from_their_journals(pool: AgentPool, given: AgentSetup) -> None:
     lines = {id: good(id) for id in range(6)}
     pool.start([task(id, prompt=f"ab {id}") for id in lines])

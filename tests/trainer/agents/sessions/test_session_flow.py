@@ -1,7 +1,7 @@
 """Sessions through a flow: what is trained depends on neither ticks, nor the speed of tools, nor interruptions and restarts."""
 
 import random
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
@@ -92,6 +92,11 @@ class Agents:
 
     def ready(self) -> list[Wanted | Finished]:
         return self.collect([id for id in self.answers if self.draw.random() < 0.5])
+
+    def stop(self, sessions: Iterable[int]) -> None:
+        for id in sessions:
+            self.scripts.pop(id, None)
+            self.answers.pop(id, None)
 
     def journal(self, session: int) -> Journal:
         return deepcopy(self.scripts[session].journal)
@@ -276,6 +281,18 @@ def test_session_that_cannot_be_repeated_begins_anew_and_is_counted() -> None:
     (rows,) = drive(flow)
     assert trained([rows]) == trained(run(1, step=4)[0])
     assert rows.objects["session"][0]["metrics"]["restarted"] == 1
+
+
+def test_discarded_sessions_leave_no_agent_at_work() -> None:
+    agents = Agents()
+    sessions = AgentSessions(agents, max_prompt=8, max_tokens=MOST)
+    of_id = {id: new_session(sessions, id) for id in range(6)}
+    flow = SessionFlow(agents, lambda ids: [of_id[id] for id in ids], lambda requests: Turns(requests, 2), in_step=True)
+    flow.admit(range(6), 1)
+    finished = [*drive(flow, 3), *flow.discard()]
+    ended = {of_id[id].task.id for part in finished for id in part.rows["id"].tolist()}
+    assert 0 < len(ended) < 6 and agents.scripts.keys() == ended, "those that have finished left by themselves"
+    assert not flow.unfinished and not agents.answers
 
 
 def test_call_that_was_not_saved_is_an_error() -> None:
