@@ -78,9 +78,9 @@ def from_text(text: str, schema: Schema) -> Any:
         value, end = (_WORDS[word], len(word)) if word in _WORDS else decode(word)
         if end < len(word) or not _TYPED & schema.keys():
             return text
-    except ValueError:  # no JSON
+        check = Draft202012Validator(_supported(schema))
+    except ValueError:  # no JSON, or a schema that cannot be used
         return text
-    check = Draft202012Validator(_supported(schema))
     wrong = _violated(value, check)
     # A value of the right type that is too large, say, is a value all the same.
     return text if wrong and ("type" in wrong or not _violated(text, check)) else value

@@ -15,7 +15,7 @@ import psutil
 import pytest
 import yaml
 
-from tests.trainer.agents.sessions import use
+from tests.trainer.agents.tool_sessions import use
 from trainer.agents import mcp_tools
 from trainer.agents.formats import ToolCall
 from trainer.agents.isolation import SessionLoop

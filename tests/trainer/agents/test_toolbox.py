@@ -286,7 +286,10 @@ def test_a_task_cancelled_while_instances_are_created_or_released_releases_all(c
         loop.close()
 
     asyncio.run(main())
-    assert [entry[0] for entry in quick.log] == ["create", "calc_reward", "release"] and quick.state == slow.state == {}
+    # The cancellation may arrive before the session knows that the instance was created, whose reward then counts as failed.
+    known = ["create", "calc_reward", "release"]
+    assert [entry[0] for entry in quick.log] in ([known] if cancels > 1 else [known, ["create", "release"]])
+    assert quick.state == slow.state == {}
     # What never began has no reward, and is released all the same.
     assert [entry[0] for entry in slow.log] == (["release"] if cancels == 1 else ["create", "calc_reward", "release"])
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from configs.schema.agents import AgentConfig, MultiTurnConfig
 from configs.schema.common import Dtype
 from configs.schema.ppo import EngineKwargsConfig, RolloutConfig, SamplingConfig
 from tests.tiny import model_config, save_tiny_model
@@ -19,6 +20,13 @@ from workers.rollout.embedded.embedded_engine import EmbeddedRollout
 from workers.rollout.sync.weight_sync import WeightSync
 
 VOCAB = 61
+
+
+SINGLE_TURN = MultiTurnConfig(
+    enable=False, max_assistant_turns=None, max_user_turns=None, max_parallel_calls=1, max_tool_response_length=256,
+    tool_response_truncate_side="middle", format="hermes", tool_config_path=None, function_tool_path=None,
+    interaction_config_path=None, environment=None, tool_timeout=60.0, on_break="split",
+)  # fmt: skip
 
 
 def spec_of(
@@ -49,6 +57,7 @@ def spec_of(
         lora_sync=lora_sync,
         log_prob_micro_batch_size=None, log_prob_micro_batch_size_per_gpu=None,
         log_prob_use_dynamic_bsz=False, log_prob_max_token_len_per_gpu=1024,
+        multi_turn=SINGLE_TURN, agent=AgentConfig(num_workers=1, default_agent_loop=None, memory_limit_mb=None),
         val_kwargs=SamplingConfig(n=1, do_sample=False, temperature=0.0, top_k=-1, top_p=1.0),
     )  # fmt: skip
     return RolloutSpec(model, rollout, max_model_len, "cpu")

@@ -4,7 +4,7 @@ from random import Random
 
 import pytest
 
-from tests.trainer.agents.sessions import use
+from tests.trainer.agents.tool_sessions import use
 from trainer.agents.native.calculator import calculator, evaluate
 
 

@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from tests.trainer.agents.sessions import use
+from tests.trainer.agents.tool_sessions import use
 from trainer.agents.verl_modules import load_tools
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.trainer.agents.sessions import use
+from tests.trainer.agents.tool_sessions import use
 from trainer.agents.native.python_tool import PythonTool
 from trainer.agents.tools import StatefulTool
 

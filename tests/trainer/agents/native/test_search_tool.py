@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.trainer.agents.sessions import use
+from tests.trainer.agents.tool_sessions import use
 from trainer.agents.native.search_tool import SearchTool
 from trainer.agents.tools import StatefulTool
 

@@ -22,9 +22,9 @@ from tests.trainer.agents.sessions.scripted import (
     setup,
     task,
 )  # fmt: skip
-from trainer.agents.messages import parsed
 from trainer.agents.sessions.agent_loop import AgentKit, SessionRefused
 from trainer.agents.sessions.protocol import Finished, Journal, SampledTurn, Wanted
+from trainer.data.encoding import parsed
 
 
 def finish(kit: AgentKit, *lines: str, model: Model | None = None, **changes: Any) -> Finished:
