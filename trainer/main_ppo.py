@@ -43,7 +43,7 @@ PROGRAM = Program(
         "trainer.total_epochs",
     ),
     examples=(
-        "recipe=quickstart trainer.default_local_dir=runs/1",
+        "recipe=quickstart trainer.seed=2",
         "algorithm=grpo actor_rollout_ref.rollout.n=8 actor_rollout_ref.model.path=Qwen/Qwen3-0.6B trainer.n_gpus_per_node=4",
         "--multirun recipe=quickstart trainer.seed=1,2,3",
     ),

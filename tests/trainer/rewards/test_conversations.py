@@ -54,8 +54,8 @@ def test_messages_that_a_template_rejects_raise() -> None:
         Conversations(strict, {}).ids(ASKED, "2", finished=True)
     with pytest.raises(ValueError, match="has no chat template"):
         Conversations(byte_tokenizer(chat_template=None), {}).ids(ASKED, "2", finished=True)
-    with pytest.raises(ValueError, match="the conversation, message 0: the role is 'tool'"):
-        Conversations(byte_tokenizer(), {}).ids([{"role": "tool", "content": "x"}], "2", finished=True)
+    with pytest.raises(ValueError, match="the conversation, message 0: the role is 'critic'"):
+        Conversations(byte_tokenizer(), {}).ids([{"role": "critic", "content": "x"}], "2", finished=True)
 
 
 def test_same_words_detects_every_difference_between_tokenizers(tmp_path: Path) -> None:

@@ -61,12 +61,12 @@ def test_policy_tokens_are_not_reencoded() -> None:
 
 def test_other_tokenizer_encodes_conversations_and_reports_failures() -> None:
     model, engine = local(Conversations(TOKENIZER, {}))
-    asked = [prompt("ab"), prompt([{"role": "user", "content": "cd"}]), prompt([{"role": "tool", "content": "ef"}])]
+    asked = [prompt("ab"), prompt([{"role": "user", "content": "cd"}]), prompt([{"role": "critic", "content": "ef"}])]
     scores, _ = model.score(answers([3, 4], [3, 4], [3, 4], finished=[True, False, True]), asked, ["1", "2", "3"])
     read = [TOKENIZER.decode(row) for row in engine.asked[0].split_rows("input_ids")]
     assert read == ["ab1<eos>", "cd2"]
     assert [score.value is None for score in scores] == [False, False, True]
-    assert scores[2].error == "the conversation, message 0: the role is 'tool'; supported are system, developer, user, assistant"
+    assert scores[2].error == "the conversation, message 0: the role is 'critic'; supported are system, developer, user, assistant, tool"
 
 
 @pytest.mark.parametrize(("how", "read"), [("left", [5, 6, 8]), ("right", [3, 4, 5])])
