@@ -66,7 +66,10 @@ def test_other_tokenizer_encodes_conversations_and_reports_failures() -> None:
     read = [TOKENIZER.decode(row) for row in engine.asked[0].split_rows("input_ids")]
     assert read == ["ab1<eos>", "cd2"]
     assert [score.value is None for score in scores] == [False, False, True]
-    assert scores[2].error == "the conversation, message 0: the role is 'critic'; supported are system, developer, user, assistant, tool"
+    assert (
+        scores[2].error
+        == "the conversation, message 0: the role is 'critic'; supported are system, developer, user, assistant, tool"
+    )
 
 
 @pytest.mark.parametrize(("how", "read"), [("left", [5, 6, 8]), ("right", [3, 4, 5])])
