@@ -56,7 +56,8 @@ def start(arguments: list[str], cwd: Path) -> subprocess.Popen[str]:
 
 
 def files_with_the_secret(folder: Path) -> Iterator[str]:
-    for path in folder.rglob("*"):
+    # os.walk passes over a directory that is renamed meanwhile; glob raises.
+    for path in (Path(parent) / name for parent, _, names in os.walk(folder) for name in names):
         try:
             if path.is_file() and SECRET.encode() in path.read_bytes():
                 yield str(path)
