@@ -9,7 +9,6 @@ from configs.validation.rollout import ROLLOUT
 
 KEY, AGENT = f"{ROLLOUT}.multi_turn", f"{ROLLOUT}.agent"
 
-
 LOOPS = ("tool_agent", "single_turn_agent")
 
 

@@ -23,7 +23,8 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from configs.schema.agents import AgentConfig, MultiTurnConfig
+from configs.compose import compose
+from configs.schema.ppo import PPOConfig
 from data_preprocess.tiny_model import character_tokenizer
 from trainer.agents.sessions.agent_loop import AgentSetup
 from trainer.agents.sessions.pool import AgentPool
@@ -55,13 +56,12 @@ def setup(folder: Path, processes: int) -> AgentSetup:
     (folder / "tools.py").write_text(TOOL)
     tokenizer: PreTrainedTokenizerBase = character_tokenizer(None)
     tokenizer.chat_template = TEMPLATE
-    multi_turn = MultiTurnConfig(
-        enable=True, max_assistant_turns=None, max_user_turns=None, max_parallel_calls=1, max_tool_response_length=256,
-        tool_response_truncate_side="middle", format="hermes", tool_config_path=None,
-        function_tool_path=str(folder / "tools.py"), interaction_config_path=None, tool_timeout=60.0, on_break="split",
+    keys = (
+        "multi_turn.enable=true", f"multi_turn.function_tool_path={folder / 'tools.py'}", f"agent.num_workers={processes}",
+        "agent.memory_limit_mb=null",
     )  # fmt: skip
-    agent = AgentConfig(num_workers=processes, default_agent_loop="tool_agent", memory_limit_mb=None)
-    return AgentSetup(tokenizer, {}, multi_turn, agent)
+    rollout = compose("ppo_trainer", PPOConfig, [f"actor_rollout_ref.rollout.{key}" for key in keys]).actor_rollout_ref.rollout
+    return AgentSetup(tokenizer, {}, rollout.multi_turn, rollout.agent)
 
 
 def tokens_of(tokenizer: Any, text: str) -> dict[str, np.ndarray]:

@@ -30,7 +30,7 @@ def test_words_and_tags_are_tokens_after_the_round_trip_through_a_directory(tmp_
     pieces = ["<|user|>", *"1+2", "<eos>", "<|assistant|>", "<tool_call>", WORDS[1], *"1+2", WORDS[2], "</tool_call>", "<eos>"]
     ids = tokenizer(text)["input_ids"]
     assert [tokenizer.decode([number]) for number in ids] == pieces and tokenizer.decode(ids) == text
-    # Roles and the end of a turn are special. Tags are not: whoever parses or scores a decoded response sees them.
+    # Roles and the end of a turn are special. Tags are not: parsers and scorers of a decoded response see them.
     assert tokenizer.decode(ids, skip_special_tokens=True) == "1+2" + "".join(pieces[6:-1])
     assert ids == TOKENIZER(text)["input_ids"]
 

@@ -121,7 +121,7 @@ def opened(assembly: type[Assembly], config: PPOConfig, lifecycle: RunLifecycle,
         parts = assembly(config, place, workers, lifecycle, tokenizer)
         rewards.wait_ready()
         if agents is not None:
-            agents.agents.wait_ready()
+            agents.pool.wait_ready()
         tracker = harness.open_tracker(
             config,
             lifecycle,

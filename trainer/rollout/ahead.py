@@ -25,10 +25,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
+from trainer.agents.sessions.session_flow import Flow
 from trainer.data.dataset import PromptStream
 from trainer.rollout.buffer import GroupBuffer, PendingGroup
 from trainer.rollout.partial import PartialRollouts, TokenCounts
-from trainer.rollout.sampler import Flow, Overlap, Sampler
+from trainer.rollout.sampler import Overlap, Sampler
 from trainer.run.timing import Phases
 from workers.batch import Batch
 

@@ -13,12 +13,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from trainer.agents.sessions.saved_sessions import pack, unpack
-from trainer.agents.sessions.session_flow import AgentSessions, Session, requests
+from trainer.agents.sessions.saved_sessions import pack, restore, unpack_rows
+from trainer.agents.sessions.session_flow import COLUMNS, AgentSessions, Session, requests
 from trainer.data.dataset import Prompt
 from workers.batch import Batch
-
-COLUMNS = {"input_ids": torch.int64, "rollout_log_probs": torch.float32, "weight_version": torch.int32}
 
 
 @dataclass(slots=True)
@@ -234,14 +232,15 @@ class GroupBuffer:
         arrays = {name: torch.tensor(values, dtype=torch.int64) for name, values in numbers.items()} | tokens
         if self.agents is None:
             return arrays
-        found = [response.session if response.rows is None else response.rows for response in responses]
-        return arrays | pack(found, [self.agents.journal(one) if isinstance(one, Session) else None for one in found])
+        rows = [response.rows for response in responses if response.rows is not None]
+        unfinished = self.sessions([id for ids in self.unfinished() for id in ids])
+        return arrays | pack(rows, [(session, self.agents.journal(session)) for session in unfinished])
 
     def load_arrays(self, arrays: Mapping[str, Tensor]) -> None:
         """Replace all groups by those of ``arrays``; none for a checkpoint without them."""
         if self.agents is not None:
             sessions = self.sessions([id for ids in self.unfinished() for id in ids])
-            self.agents.agents.stop([session.task.id for session in sessions])
+            self.agents.pool.stop([session.task.id for session in sessions])
         self._groups = {}
         if not arrays:
             return
@@ -265,13 +264,15 @@ class GroupBuffer:
             self._load_sessions(self.agents, arrays)
 
     def _load_sessions(self, agents: AgentSessions, arrays: Mapping[str, Tensor]) -> None:
-        found = [(group.prompt, id, self._response(id)) for group in self._groups.values() for id in self._ids(group.ordinal)]
-        new = [agents.session(id, prompt, response.seed, response.greedy) for prompt, id, response in found]
-        for (_, _, response), one in zip(found, unpack(arrays, new), strict=True):
-            if isinstance(one, Batch):
-                response.rows = one
-            else:
-                response.session = one
+        rows, unfinished = iter(unpack_rows(arrays)), list[Session]()
+        for group in self._groups.values():
+            for id, response in zip(self._ids(group.ordinal), group.responses, strict=True):
+                if response.finished is None:
+                    response.session = agents.session(id, group.prompt, response.seed, response.greedy)
+                    unfinished.append(response.session)
+                else:
+                    response.rows = next(rows)
+        restore(arrays, unfinished)
 
     def _ids(self, ordinal: int) -> list[int]:
         return [ordinal * self.n + sample for sample in range(self.n)]

@@ -20,12 +20,13 @@ from typing import Any
 import torch
 
 from configs.schema.ppo import FilterGroupsConfig
+from trainer.agents.sessions.session_flow import Flow
 from trainer.data.dataset import Prompt, PromptStream
 from trainer.rollout.buffer import GroupBuffer, PendingGroup
 from trainer.rollout.group_filtering import Tally
 from trainer.rollout.policies import KeptGroups
 from trainer.rollout.responses import prompt_batch
-from trainer.rollout.sampler import Flow, Overlap, Sampler
+from trainer.rollout.sampler import Overlap, Sampler
 from trainer.run.timing import Phases
 from trainer.tracking.metrics import staleness_metrics
 from workers.batch import Batch

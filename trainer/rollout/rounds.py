@@ -9,9 +9,9 @@ from itertools import groupby
 
 import torch
 
-from trainer.agents.sessions.session_flow import Session
+from trainer.agents.sessions.session_flow import Flow, Session
 from trainer.data.dataset import Prompt, PromptStream
-from trainer.rollout.sampler import Flow, Requested, Sampler
+from trainer.rollout.sampler import Requested, Sampler
 from trainer.run.timing import Phases
 from workers.batch import Batch
 

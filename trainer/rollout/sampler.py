@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from configs.schema.ppo import RewardConfig
-from trainer.agents.sessions.session_flow import AgentSessions, Session, SessionFlow, agent_metrics
+from trainer.agents.sessions.session_flow import AgentSessions, Flow, Session, SessionFlow, agent_metrics
 from trainer.algorithms.segments import counts_in, last_in, sum_by
 from trainer.algorithms.trajectories import Trajectories
 from trainer.cluster.watchdog import Watchdog
@@ -56,31 +56,6 @@ class Requested:
         assert self.agents is not None, "sessions are asked for with agents"
         seeds, greedy = (self.questions.rows[name].tolist() for name in ("seed", "greedy"))
         return [self.agents.session(id, self.prompts[id], seeds[id], greedy[id]) for id in ids]
-
-
-class Flow(Protocol):
-    """Responses that are generated tick by tick: RolloutFlow, or with agents SessionFlow."""
-
-    def admit(self, ids: Sequence[int], prompt_tokens: int) -> None: ...
-
-    @property
-    def waiting(self) -> bool: ...
-
-    @property
-    def unfinished(self) -> int: ...
-
-    @property
-    def has_lost(self) -> bool: ...
-
-    def start(self) -> bool: ...
-
-    def wait(self) -> list[Batch]: ...
-
-    def settle(self) -> list[Batch]: ...
-
-    def suspend(self) -> tuple[list[Batch], list[Batch]]: ...
-
-    def discard(self) -> list[Batch]: ...
 
 
 class Source(Protocol):
@@ -184,7 +159,7 @@ class Sampler:
         if self.agents is None:
             return self.rollout.flow(sampling, source.requests, **options)
         of_turns = partial(self.rollout.flow, sampling, **options)
-        return SessionFlow(self.agents.agents, source.sessions, of_turns, in_step=options.get("in_step") is not False)
+        return SessionFlow(self.agents.pool, source.sessions, of_turns, in_step=options.get("in_step") is not False)
 
     @property
     def selects_groups(self) -> bool:
@@ -389,24 +364,26 @@ class Sampler:
         ended with an error has failed.
         """
         texts, sessions = decode_sessions(rows, self.tokenizer), rows.objects["session"]
-        number = Trajectories.of(rows.with_rows(trajectory=rows.rows["id"])).last.tolist()
-        of_row = torch.searchsorted(rows.rows["id"][number], rows.rows["id"])
-        keys = torch.tensor(self._keys(len(number)))
-        to_score = []
-        for i, session in enumerate(sessions[row] for row in number):
-            error = session["extra"].get("error")
-            if session["reward"] is None and error is None:
-                to_score.append(i)
-            else:
-                self._scored[int(keys[i])] = Score(None if error else session["reward"], {}, error)
-        at = [number[i] for i in to_score]
-        prompts = [replace(asked[row], extra_info=asked[row].extra_info | sessions[row]["extra"]) for row in at]
+        trajectories = Trajectories.of(rows.with_rows(trajectory=rows.rows["id"]))
+        last, keys = trajectories.last.tolist(), self._keys(len(trajectories))
+        for row, key in zip(last, keys, strict=True):
+            reward, error = sessions[row]["reward"], sessions[row]["extra"].get("error")
+            if reward is not None or error is not None:
+                self._scored[key] = Score(None if error else reward, {}, error)
+        to_score = {key: row for row, key in zip(last, keys, strict=True) if key not in self._scored}
+        at = list(to_score.values())
+        scored = rows.select(at)
+        prompts = []
+        for row, ids, length in zip(at, scored.split_rows("input_ids"), scored.rows["prompt_length"].tolist(), strict=True):
+            # The prompt that the session rendered, which has the tools: the dataset's is shorter.
+            prompt_ids, extra = ids[:length].tolist(), asked[row].extra_info | sessions[row]["extra"]
+            text = self.tokenizer.decode(prompt_ids)
+            prompts.append(replace(asked[row], prompt_ids=tuple(prompt_ids), text=text, extra_info=extra))
         by_servers = isinstance(self.rewards, RemoteRewards)
-        requests = responses_to_score(
-            prompts, [texts[row] for row in at], rows.select(at), self.tokenizer, for_servers=by_servers
-        )
-        self.rewards.submit(requests, keys[to_score].tolist())
-        return Batch(rows.lengths, rows.tokens, rows.rows | {"score_key": keys[of_row]}, {"response": texts, "session": sessions})
+        requests = responses_to_score(prompts, [texts[row] for row in at], scored, self.tokenizer, for_servers=by_servers)
+        self.rewards.submit(requests, list(to_score))
+        key_of_row = torch.tensor(keys)[trajectories.of_row]
+        return Batch(rows.lengths, rows.tokens, rows.rows | {"score_key": key_of_row}, {"response": texts, "session": sessions})
 
     def _finish(self, keys: Sequence[int]) -> list[Score]:
         """Wait for the scores of rows; rows of a session have the same key."""

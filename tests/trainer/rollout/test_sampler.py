@@ -15,14 +15,17 @@ from hypothesis import strategies as st
 
 from configs.compose import compose
 from configs.schema.ppo import FilterGroupsConfig, PPOConfig
+from data_preprocess.tiny_model import character_tokenizer
 from tests.trainer.algorithms.parts import in_parts
 from tests.trainer.watchdogs import watchdog
+from trainer.agents.sessions.session_flow import AgentSessions
 from trainer.algorithms.segments import sum_by
 from trainer.algorithms.trajectories import Trajectories
 from trainer.data.dataset import Prompt, PromptStream
 from trainer.data.order import DataOrder
 from trainer.resilience.rollback import Rollbacks
 from trainer.rewards.pool.runner import Response, Score
+from trainer.rewards.remote.remote_rewards import RemoteRewards
 from trainer.rewards.scoring import Failures
 from trainer.rewards.shaping import RunningMoments, Shaping
 from trainer.rollout.policies import FilteredRounds, OneRound
@@ -572,6 +575,37 @@ def test_parts_of_a_trajectory_are_shaped_filtered_and_rewarded_once(
     )
     by_token = rewards[marks][found.tokens["serial"][marks].argsort()]
     assert torch.equal(by_token, expected.tokens["token_level_scores"][expected.tokens["response_mask"].bool()])
+
+
+def test_servers_receive_conversations_with_the_prompt_that_has_their_tools(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The prompt of the dataset is shorter: prompt and response are cut where the session's first prompt ends."""
+    tokenizer = character_tokenizer("0123456789+T")
+    texts = ["T1+1", "T1+12", "T2+2"]
+    ids = [tokenizer(text)["input_ids"] for text in (texts[0] + "3", texts[1] + "45", texts[2] + "6")]
+    case, sent = make(["low"], groups=1, per_round=1, cap=None), dict[int, Response]()
+    sampler = case.sampler
+    sampler.tokenizer, sampler.agents = tokenizer, AgentSessions(cast(Any, None), max_prompt=9, max_tokens=9)
+    sampler.rewards = RemoteRewards(["http://localhost:1"], compose("ppo_trainer", PPOConfig, ()).reward.remote)
+    monkeypatch.setattr(sampler.rewards, "submit", lambda answers, keys: sent.update(zip(keys, answers, strict=True)))
+    prompts = [Prompt(uid, (uid,), "1+1", "mine", "2", {}, [{"role": "user", "content": "1+1"}]) for uid in (0, 0, 1)]
+    facts: list[dict[str, Any]] = [{"reward": None, "extra": {"num_turns": 2}}] * 2 + [{"reward": 0.5, "extra": {}}]
+    rows = Batch(
+        lengths=torch.tensor([len(row) for row in ids]),
+        tokens={"input_ids": torch.tensor([token for row in ids for token in row])},
+        rows={
+            "id": torch.tensor([4, 4, 5]),
+            "part": torch.tensor([0, 1, 0]),
+            "finished": torch.ones(3, dtype=torch.int64),
+            "prompt_length": torch.tensor([len(text) for text in texts]),
+        },
+        objects={"session": facts},
+    )
+    submitted = sampler.submit(rows, rows, prompts)
+    first, second, other = submitted.rows["score_key"].tolist()
+    assert first == second != other
+    ((key, response),) = sent.items()
+    assert key == first and (response.prompt, response.written, response.solution_str) == ("T1+12", "45", "45")
+    assert response.ids == ids[1] and response.extra_info == {"num_turns": 2}
 
 
 @given(st.lists(st.tuples(st.integers(1, 5), st.integers(0, 6), st.booleans()), min_size=1, max_size=9))

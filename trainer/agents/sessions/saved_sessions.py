@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -20,98 +19,89 @@ ROWS = ("part", "finished", "prompt_length")
 REASONS: tuple[FinishReason, ...] = ("stop", "length")
 
 
-def pack(responses: Sequence[Session | Batch | None], journals: Sequence[Journal | None]) -> dict[str, Tensor]:
-    """Arrays of R responses: unfinished sessions with their journals, rows of finished ones, None for one that has not begun.
+def pack(finished: Sequence[Batch], unfinished: Sequence[tuple[Session, Journal]]) -> dict[str, Tensor]:
+    """Arrays of F finished sessions, each with its rows, and U unfinished ones, whose journals have N turns.
 
-    By response: session_kind (0: not begun, 1: unfinished, 2: finished), session_turns, session_rows, session_text (bytes of its
-    JSON). By turn: turn_key, turn_ordinal, turn_reason, turn_length. By row: row_length, and ROWS. By token, each with its kind
-    in front: the columns of turns, of the interrupted turns, and of rows.
+    By unfinished session (U,): session_turns (its turns), session_partial (tokens of its interrupted turn), session_key and
+    session_ordinal (of that turn's call), session_text (bytes of its outcomes). By turn (N,): turn_key, turn_ordinal,
+    turn_reason, turn_length. By finished session (F,): finished_rows (its rows), finished_text (bytes of its facts). By row:
+    row_length, and ROWS. By token: COLUMNS of turns (turn_*), interrupted turns (partial_*) and rows (row_*), and
+    row_response_mask. outcomes, facts: the JSON texts, uint8.
     """
-    turns = [() if journal is None else journal.turns for journal in journals]
-    flat = [turn for of_one in turns for turn in of_one]
-    rows = [one for one in responses if isinstance(one, Batch)]
-    partial = [one.partial if isinstance(one, Session) else None for one in responses]
-    texts = [_text(one, journal).encode() for one, journal in zip(responses, journals, strict=True)]
+    turns = [turn for _, journal in unfinished for turn in journal.turns]
+    calls = [session.interrupted or (session.call.key, session.call.ordinal) for session, _ in unfinished]
+    outcomes = [json.dumps(journal.outcomes).encode() for _, journal in unfinished]
+    facts = [json.dumps(rows.objects["session"][0]).encode() for rows in finished]
     numbers: dict[str, list[int]] = {
-        "session_kind": [0 if one is None else 2 if isinstance(one, Batch) else 1 for one in responses],
-        "session_turns": [len(of_one) for of_one in turns],
-        "session_rows": [len(one) if isinstance(one, Batch) else 0 for one in responses],
-        "session_partial": [0 if columns is None else len(columns["input_ids"]) for columns in partial],
-        "session_text_length": [len(text) for text in texts],
-        "turn_key": [turn.key for turn in flat],
-        "turn_ordinal": [turn.ordinal for turn in flat],
-        "turn_reason": [REASONS.index(turn.finish_reason) for turn in flat],
-        "turn_length": [len(turn.token_ids) for turn in flat],
-        "row_length": [length for one in rows for length in one.lengths.tolist()],
-    } | {f"row_{name}": [value for one in rows for value in one.rows[name].tolist()] for name in ROWS}
-    arrays = {name: torch.tensor(values, dtype=torch.int64) for name, values in numbers.items()}
+        "session_turns": [len(journal.turns) for _, journal in unfinished],
+        "session_partial": [len(session.partial["input_ids"]) for session, _ in unfinished],
+        "session_key": [key for key, _ in calls],
+        "session_ordinal": [ordinal for _, ordinal in calls],
+        "session_text": [len(text) for text in outcomes],
+        "turn_key": [turn.key for turn in turns],
+        "turn_ordinal": [turn.ordinal for turn in turns],
+        "turn_reason": [REASONS.index(turn.finish_reason) for turn in turns],
+        "turn_length": [len(turn.token_ids) for turn in turns],
+        "finished_rows": [len(rows) for rows in finished],
+        "finished_text": [len(text) for text in facts],
+        "row_length": [length for rows in finished for length in rows.lengths.tolist()],
+    } | {f"row_{name}": [value for rows in finished for value in rows.rows[name].tolist()] for name in ROWS}
     of_turns = {
-        "input_ids": [turn.token_ids for turn in flat],
-        "rollout_log_probs": [turn.log_probs for turn in flat],
-        "weight_version": [turn.versions for turn in flat],
+        "input_ids": [turn.token_ids for turn in turns],
+        "rollout_log_probs": [turn.log_probs for turn in turns],
+        "weight_version": [turn.versions for turn in turns],
     }
+    arrays = {name: torch.tensor(values, dtype=torch.int64) for name, values in numbers.items()}
     for name, dtype in COLUMNS.items():
         arrays[f"turn_{name}"] = _joined([*map(torch.from_numpy, of_turns[name])], dtype)
-        arrays[f"partial_{name}"] = _joined([columns[name] for columns in partial if columns is not None], dtype)
-        arrays[f"row_{name}"] = _joined([one.tokens[name] for one in rows], dtype)
-    arrays["row_response_mask"] = _joined([one.tokens["response_mask"] for one in rows], torch.float32)
-    arrays["session_text"] = torch.from_numpy(np.frombuffer(b"".join(texts), dtype=np.uint8).copy())
+        arrays[f"partial_{name}"] = _joined([session.partial[name] for session, _ in unfinished], dtype)
+        arrays[f"row_{name}"] = _joined([rows.tokens[name] for rows in finished], dtype)
+    arrays["row_response_mask"] = _joined([rows.tokens["response_mask"] for rows in finished], torch.float32)
+    arrays["outcomes"], arrays["facts"] = _bytes(outcomes), _bytes(facts)
     return arrays
 
 
-def unpack(arrays: Mapping[str, Tensor], sessions: Sequence[Session]) -> list[Session | Batch | None]:
-    """What ``pack`` was given. sessions: new ones of all R responses; those that are unfinished get their journal and partial."""
-    numbers = {name: values.tolist() for name, values in arrays.items() if values.dtype == torch.int64}
-    texts = _split(arrays["session_text"], numbers["session_text_length"])
-    turns = [
+def restore(arrays: Mapping[str, Tensor], sessions: Sequence[Session]) -> None:
+    """Give new sessions the journals and interrupted turns of the U unfinished ones of ``pack``, in order."""
+    columns = (_split(arrays, f"turn_{name}", "turn_length") for name in COLUMNS)
+    numbers = (arrays[f"turn_{name}"].tolist() for name in ("key", "ordinal", "reason"))
+    turns = iter(
         SampledTurn(key, ordinal, ids.numpy(), log_probs.numpy(), versions.numpy(), REASONS[reason])
-        for key, ordinal, reason, ids, log_probs, versions in zip(
-            *(numbers[f"turn_{name}"] for name in ("key", "ordinal", "reason")),
-            *(_split(arrays[f"turn_{name}"], numbers["turn_length"]) for name in COLUMNS),
-            strict=True,
-        )
-    ]
-    partial = {name: _split(arrays[f"partial_{name}"], numbers["session_partial"]) for name in COLUMNS}
-    rows = Batch(
-        arrays["row_length"],
-        {name: arrays[f"row_{name}"] for name in (*COLUMNS, "response_mask")},
-        {name: arrays[f"row_{name}"] for name in ROWS},
+        for key, ordinal, reason, ids, log_probs, versions in zip(*numbers, *columns, strict=True)
     )
-    found: list[Session | Batch | None] = []
-    first_turns = accumulate(numbers["session_turns"], initial=0)
-    first_rows = accumulate(numbers["session_rows"], initial=0)
-    for place, (session, kind, turn, row) in enumerate(
-        zip(sessions, numbers["session_kind"], first_turns, first_rows, strict=False)
+    partial = {name: _split(arrays, f"partial_{name}", "session_partial") for name in COLUMNS}
+    saved = (arrays[f"session_{name}"].tolist() for name in ("turns", "key", "ordinal"))
+    for place, (session, n_turns, key, ordinal, outcomes) in enumerate(
+        zip(sessions, *saved, _texts(arrays, "outcomes", "session_text"), strict=True)
     ):
-        facts: Any = json.loads(texts[place].numpy().tobytes() or b"null")
-        if kind == 0:
-            found.append(None)
-        elif kind == 1:
-            call, outcomes = facts["call"], facts["outcomes"]
-            session.journal = Journal(session.task, turns[turn : turn + numbers["session_turns"][place]], outcomes)
-            session.partial, session.interrupted = {name: columns[place] for name, columns in partial.items()}, tuple(call)
-            found.append(session)
-        else:
-            own = rows.select(range(row, row + numbers["session_rows"][place]))
-            own.rows["id"] = torch.full((len(own),), session.id)
-            own.objects["session"] = [facts] * len(own)
-            found.append(own)
+        session.journal = Journal(session.task, [next(turns) for _ in range(n_turns)], outcomes)
+        session.partial, session.interrupted = {name: of_each[place] for name, of_each in partial.items()}, (key, ordinal)
+
+
+def unpack_rows(arrays: Mapping[str, Tensor]) -> list[Batch]:
+    """The rows of each of the F finished sessions of ``pack``, in order."""
+    names = (*COLUMNS, "response_mask")
+    rows = Batch(
+        arrays["row_length"], {name: arrays[f"row_{name}"] for name in names}, {name: arrays[f"row_{name}"] for name in ROWS}
+    )
+    of_session = torch.arange(len(rows)).split(arrays["finished_rows"].tolist())
+    found = [rows.select(own) for own in of_session]
+    for one, facts in zip(found, _texts(arrays, "facts", "finished_text"), strict=True):
+        one.objects["session"] = [facts] * len(one)
     return found
-
-
-def _text(one: Session | Batch | None, journal: Journal | None) -> str:
-    if one is None:
-        return ""
-    if isinstance(one, Batch):
-        return json.dumps(one.objects["session"][0])
-    assert journal is not None, "an unfinished session has a journal"
-    call = (one.call.key, one.call.ordinal) if one.interrupted is None else one.interrupted
-    return json.dumps({"call": call, "outcomes": journal.outcomes})
 
 
 def _joined(columns: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     return torch.cat([torch.zeros(0, dtype=dtype), *columns])
 
 
-def _split(column: Tensor, lengths: Sequence[int]) -> list[Tensor]:
-    return list(column.split(list(lengths)))
+def _split(arrays: Mapping[str, Tensor], column: str, lengths: str) -> list[Tensor]:
+    return list(arrays[column].split(arrays[lengths].tolist()))
+
+
+def _bytes(texts: Sequence[bytes]) -> Tensor:
+    return torch.from_numpy(np.frombuffer(b"".join(texts), dtype=np.uint8).copy())
+
+
+def _texts(arrays: Mapping[str, Tensor], column: str, lengths: str) -> list[Any]:
+    return [json.loads(text.numpy().tobytes()) for text in _split(arrays, column, lengths)]

@@ -46,8 +46,8 @@ class Agents(Protocol):
     def journal(self, session: int) -> Journal: ...
 
 
-class Requests(Protocol):
-    """The flow of single turns, see trainer.rollout.remote_rollout.RolloutFlow."""
+class Flow(Protocol):
+    """Responses that are generated tick by tick: trainer.rollout.remote_rollout.RolloutFlow, or with agents SessionFlow."""
 
     def admit(self, ids: Sequence[int], prompt_tokens: int) -> None: ...
 
@@ -57,16 +57,18 @@ class Requests(Protocol):
     @property
     def unfinished(self) -> int: ...
 
+    @property
+    def has_lost(self) -> bool: ...
+
     def start(self) -> bool: ...
 
     def wait(self) -> list[Batch]: ...
 
     def settle(self) -> list[Batch]: ...
 
-    @property
-    def has_lost(self) -> bool: ...
-
     def suspend(self) -> tuple[list[Batch], list[Batch]]: ...
+
+    def discard(self) -> list[Batch]: ...
 
 
 def _nothing() -> dict[str, torch.Tensor]:
@@ -89,7 +91,7 @@ class Session:
     wanted: Wanted | None = None
     partial: dict[str, torch.Tensor] = field(default_factory=_nothing)
     journal: Journal | None = None
-    interrupted: tuple[int, ...] | None = None
+    interrupted: tuple[int, int] | None = None
     restarted: bool = False
 
     def restart(self) -> None:
@@ -121,8 +123,8 @@ class Session:
 class AgentSessions:
     """Makes sessions of prompts, and flows of them. max_prompt, max_tokens: of a task."""
 
-    def __init__(self, agents: Agents, *, max_prompt: int, max_tokens: int) -> None:
-        self.agents = agents
+    def __init__(self, pool: Agents, *, max_prompt: int, max_tokens: int) -> None:
+        self.pool = pool
         self.max_prompt = max_prompt
         self.max_tokens = max_tokens
         self._n = 0
@@ -147,7 +149,7 @@ class AgentSessions:
     def journal(self, session: Session) -> Journal:
         """Journal of a session that has begun."""
         # A session that was restored is started again when a flow gets it.
-        return self.agents.journal(session.task.id) if session.journal is None else session.journal
+        return self.pool.journal(session.task.id) if session.journal is None else session.journal
 
 
 class SessionFlow:
@@ -161,7 +163,7 @@ class SessionFlow:
         self,
         agents: Agents,
         sessions: Callable[[Sequence[int]], Iterable[Session]],
-        flow: Callable[[Callable[[Sequence[int]], Batch]], Requests],
+        flow: Callable[[Callable[[Sequence[int]], Batch]], Flow],
         *,
         in_step: bool,
     ) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from configs.validation.agents import LOOPS as NAMES
 from tests.trainer.agents.families import QWEN3, QWEN25
 from tests.trainer.agents.sessions.scripted import (
     Model,
@@ -22,7 +23,7 @@ from tests.trainer.agents.sessions.scripted import (
     setup,
     task,
 )  # fmt: skip
-from trainer.agents.sessions.agent_loop import AgentKit, SessionRefused
+from trainer.agents.sessions.agent_loop import LOOPS, AgentKit, SessionRefused
 from trainer.agents.sessions.protocol import Finished, Journal, SampledTurn, Wanted
 from trainer.data.encoding import parsed
 
@@ -277,3 +278,7 @@ def test_a_journal_of_other_settings_is_refused(tmp_path: Path) -> None:
         converse(AgentKit(setup(tmp_path, "tools", "stateful")), journal, script({}))
     with pytest.raises(SessionRefused, match="ended before its journal"):
         converse(AgentKit(setup(tmp_path, "tools", max_assistant_turns=1)), journal, script({}))
+
+
+def test_names_of_loops_are_those_that_the_configuration_allows() -> None:
+    assert tuple(LOOPS) == NAMES

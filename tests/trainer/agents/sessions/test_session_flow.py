@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from trainer.agents.sessions.protocol import Finished, Journal, Part, SampledTurn, Task, Wanted
-from trainer.agents.sessions.saved_sessions import pack, unpack
+from trainer.agents.sessions.saved_sessions import pack, restore, unpack_rows
 from trainer.agents.sessions.session_flow import COLUMNS, AgentSessions, Session, SessionFlow, agent_metrics
 from trainer.data.dataset import Prompt
 from workers.batch import Batch
@@ -254,13 +254,17 @@ def test_interrupted_sessions_continue_bitwise(restarts: bool) -> None:
                     of_id[id] = part.select([row])
             version += 1
             if restarts:
-                open_ones = [agents.journal(one.task.id) if isinstance(one, Session) else None for one in of_id.values()]
-                arrays = pack([*of_id.values()], open_ones)
+                rows = [one for one in of_id.values() if isinstance(one, Batch)]
+                unfinished = [one for one in of_id.values() if isinstance(one, Session)]
+                arrays = pack(rows, [(one, agents.journal(one.task.id)) for one in unfinished])
                 n_calls, agents = n_calls + agents.calls, Agents(seed + 100)
-                agents.calls = 0
                 sessions = AgentSessions(agents, max_prompt=8, max_tokens=MOST)
-                found = unpack(arrays, [new_session(sessions, id) for id in of_id])
-                of_id = {id: one for id, one in zip(of_id, found, strict=True) if one is not None}
+                again = [new_session(sessions, one.id) for one in unfinished]
+                restore(arrays, again)
+                of_id |= {one.id: one for one in again}
+                ended_ids = [id for id, one in of_id.items() if isinstance(one, Batch)]
+                of_row = zip(ended_ids, unpack_rows(arrays), strict=True)
+                of_id |= {id: one.with_rows(id=torch.full((len(one),), id)) for id, one in of_row}
         finished = [one for one in of_id.values() if isinstance(one, Batch)]
         assert trained(finished) == expected
         versions = Batch.concat(finished).tokens["weight_version"]
