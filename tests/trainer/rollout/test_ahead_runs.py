@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 
 import trainer.rollout.remote_rollout as remote_rollout
 from tests.runs import make_task, repeatable, run_ppo
+from tests.threads import use_threads
 from tests.trainer.ppo.test_loop_stops import events_of
 from tests.trainer.ppo.test_replay import again
 from tests.trainer.rollout.test_remote_rollout_runs import Killer
@@ -44,6 +45,23 @@ def short_ticks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote_rollout, "STEPS", 4)
 
 
+@pytest.fixture
+def workers(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Whether the pools are threads of this process or processes of Ray."""
+    if request.param == "threads":
+        use_threads(monkeypatch)
+    return request.param
+
+
+def on_threads(*parameters: Any) -> list[Any]:
+    """The same on processes is soak."""
+    return [
+        pytest.param(parameter, workers, marks=[pytest.mark.soak] if workers == "processes" else [])
+        for parameter in parameters
+        for workers in ("threads", "processes")
+    ]
+
+
 def reference_fit(loop: Loop) -> None:
     """The loop without a thread: what is generated ahead is generated before the update, one after the other."""
     loop.begin()
@@ -71,7 +89,12 @@ def reference_fit(loop: Loop) -> None:
         loop.after(step, batch)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    ("mode", "workers"),
+    [("staleness 2", "processes"), ("one step off", "threads"), pytest.param("one step off", "processes", marks=pytest.mark.soak)],
+    indirect=["workers"],
+)
+@pytest.mark.usefixtures("workers")
 def test_run_has_the_numbers_of_a_sequential_loop_and_resumes_bitwise(
     mode: str, task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -98,10 +121,10 @@ def test_run_has_the_numbers_of_a_sequential_loop_and_resumes_bitwise(
     assert len(set(groups)) == len(groups) == 20, "every prompt is trained on once"
     assert mode != "one step off" or sorted(groups) == list(range(20))
 
-    monkeypatch.setattr(Loop, "fit", reference_fit)
-    assert repeatable(run_ppo(task, tmp_path / "sequential", *options("sequential"))) == repeatable(whole)
-    monkeypatch.undo()
-    monkeypatch.setattr(remote_rollout, "STEPS", 4)
+    with monkeypatch.context() as patched:
+        use_threads(patched)
+        patched.setattr(Loop, "fit", reference_fit)
+        assert repeatable(run_ppo(task, tmp_path / "sequential", *options("sequential"))) == repeatable(whole)
     # The batch of step 4 is in the checkpoint: the weights that sampled it are gone.
     path = ("trainer.resume_mode=resume_path", f"trainer.resume_from_path={tmp_path / 'whole' / 'global_step_3'}")
     assert repeatable(run_ppo(task, tmp_path / "resumed", *options("resumed"), *path)) == repeatable(whole[3:])
@@ -143,9 +166,14 @@ def short_updates(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RolloutFlow, "start", start_at_most_three)
 
 
-@pytest.mark.usefixtures("short_updates")
+@pytest.mark.usefixtures("short_updates", "workers")
 @pytest.mark.parametrize(
-    ("mode", "resumes"), [("staleness 2", False), *(pytest.param(mode, True, marks=pytest.mark.soak) for mode in MODES)]
+    ("mode", "resumes", "workers"),
+    [
+        ("staleness 2", False, "threads"),
+        *(pytest.param(mode, True, "processes", marks=pytest.mark.soak) for mode in MODES),
+    ],
+    indirect=["workers"],
 )
 def test_wall_clock_run_is_replayed_bitwise(
     mode: str, resumes: bool, task: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
@@ -222,7 +250,8 @@ def test_replica_that_dies_during_an_update_is_replaced_after_it_without_a_resta
     assert replicas == 2 or versions_of(run_dir, step + 1)[-1] == step
 
 
-@pytest.mark.parametrize("prox_logp", ["loglinear", pytest.param("snapshot", marks=pytest.mark.soak)])
+@pytest.mark.usefixtures("workers")
+@pytest.mark.parametrize(("prox_logp", "workers"), on_threads("loglinear", "snapshot"), indirect=["workers"])
 def test_run_with_another_proximal_policy_repeats_and_resumes_bitwise(prox_logp: str, task: Path, tmp_path: Path) -> None:
     """snapshot: with a sync after every second step only, which is when checkpoints are written."""
     options = (
@@ -246,7 +275,8 @@ def test_run_with_another_proximal_policy_repeats_and_resumes_bitwise(prox_logp:
         assert same[0] and not same[1], "the first step's weights are those of the sync, the second step's are not"
 
 
-@pytest.mark.parametrize("flight", [("keep", "keep"), ("finish", "recompute")])
+@pytest.mark.usefixtures("workers")
+@pytest.mark.parametrize(("flight", "workers"), on_threads(("keep", "keep"), ("finish", "recompute")), indirect=["workers"])
 def test_weights_that_are_synced_every_second_step_while_requests_run(
     flight: tuple[str, str], task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -274,10 +304,9 @@ def test_weights_that_are_synced_every_second_step_while_requests_run(
     assert (mixed > 0) == (flight[0] == "keep")
 
     if flight[0] == "keep":
-        monkeypatch.setattr(Loop, "fit", reference_fit)
-        assert repeatable(run_ppo(task, tmp_path / "sequential", *options("sequential"))) == repeatable(whole)
-        monkeypatch.undo()
-        monkeypatch.setattr(remote_rollout, "STEPS", 4)
+        with monkeypatch.context() as patched:
+            patched.setattr(Loop, "fit", reference_fit)
+            assert repeatable(run_ppo(task, tmp_path / "sequential", *options("sequential"))) == repeatable(whole)
     path = ("trainer.resume_mode=resume_path", f"trainer.resume_from_path={tmp_path / 'whole' / 'global_step_3'}")
     resumed = run_ppo(task, tmp_path / "resumed", *options("resumed"), *path)
     # Each sync verifies other lines than the one before it: which ones depends on the number of syncs of a process.

@@ -108,7 +108,7 @@ def undisturbed(task: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[st
     ("policy", "method", "number"),
     [
         ("static", "advance", 9),
-        ("static", "is_alive", 2),
+        pytest.param("static", "is_alive", 2, marks=pytest.mark.soak),
         pytest.param("partial", "advance", 5, marks=pytest.mark.soak),
         pytest.param("partial", "suspend", 1, marks=pytest.mark.soak),
     ],
@@ -180,6 +180,7 @@ def test_a_death_in_a_sync_restarts_the_run(task: Path, tmp_path: Path, monkeypa
     assert survivors(str(run_dir)) == []
 
 
+@pytest.mark.soak
 def test_a_replica_that_dies_again_and_again_ends_the_run(
     task: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
