@@ -418,7 +418,8 @@ def _async_problems(config: PPOConfig, place: Placement) -> Iterator[str]:
     yield from _proximal_problems(config)
     yield from _in_flight_problems(config.async_training, config.actor_rollout_ref.rollout, config.trainer.device)
     algorithm, correction, generation = config.algorithm, config.algorithm.rollout_correction, config.async_training
-    if generation.clock == "wall" and generation.mode not in ("one_step_off", "async"):
+    has_tools = config.actor_rollout_ref.rollout.multi_turn.enable
+    if generation.clock == "wall" and generation.mode not in ("one_step_off", "async") and not has_tools:
         yield (
             f"async_training.clock=wall: with async_training.mode={generation.mode or 'null'} nothing is generated during an "
             "update; set async_training.mode=one_step_off (or async), or async_training.clock=logical"

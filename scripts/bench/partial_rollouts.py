@@ -53,9 +53,18 @@ class MeasuredEngine(SimulatedEngine):
     """A real engine. A response ends at its length. meta of ``advance``: as simulated, with measured seconds."""
 
     def __init__(
-        self, info: WorkerInfo, settings: Settings, engine: str, device: Literal["cpu", "cuda"], path: str, memory: float
+        self,
+        info: WorkerInfo,
+        settings: Settings,
+        engine: str,
+        device: Literal["cpu", "cuda"],
+        path: str,
+        memory: float,
+        longest: int | None = None,
     ) -> None:
-        """path: folder of the model. memory: fraction of the GPU's memory for the engine."""
+        """path: folder of the model. memory: fraction of the GPU's memory for the engine. longest: sequence; None: a prompt with a
+        response.
+        """
         super().__init__(info, settings)
         self._opened = ExitStack()
         worker = self._opened.enter_context(closing(Worker(info, device, 1800.0)))
@@ -66,7 +75,7 @@ class MeasuredEngine(SimulatedEngine):
         overrides = [f"actor_rollout_ref.model.path={path}", f"trainer.device={device}"]
         overrides += [f"actor_rollout_ref.rollout.{key}={value}" for key, value in rollout.items()]
         models = compose("generation", GenerationConfig, overrides).actor_rollout_ref
-        longest = settings.prompt_tokens + settings.max_tokens
+        longest = longest or settings.prompt_tokens + settings.max_tokens
         spec = RolloutSpec(models.model, models.rollout, longest, device)
         self.rollout = self._opened.enter_context(closing(make_rollout(spec, worker.info)))
         dtype = torch.bfloat16 if device == "cuda" else torch.float32

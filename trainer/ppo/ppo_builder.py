@@ -176,7 +176,8 @@ def open_agents(config: PPOConfig, tokenizer: Tokenizer, stack: ExitStack) -> Ag
         return None
     setup = AgentSetup(tokenizer, data.apply_chat_template_kwargs, rollout.multi_turn, rollout.agent)
     pool = stack.enter_context(AgentPool(setup))
-    return AgentSessions(pool, max_prompt=data.max_prompt_length, max_tokens=data.max_response_length)
+    in_step = config.async_training.clock == "logical"
+    return AgentSessions(pool, max_prompt=data.max_prompt_length, max_tokens=data.max_response_length, in_step=in_step)
 
 
 def wants_critic(config: PPOConfig) -> bool:

@@ -150,7 +150,9 @@ class Sampler:
         reward = reward[of_row]
         if self.agents is not None:
             sessions = [batch.objects["session"][row] for row in trajectories.last.tolist()]
-            batch = batch.with_meta({"metrics": batch.meta["metrics"] | agent_metrics(sessions)})
+            waited = {"timing_s/agents/waited": self.agents.pool.seconds_waited}
+            self.agents.pool.seconds_waited = 0.0
+            batch = batch.with_meta({"metrics": batch.meta["metrics"] | agent_metrics(sessions) | waited})
         batch = batch.with_rows(reward=reward, **({} if baseline is None else {"baseline": baseline[of_row]}))
         return batch.with_tokens(token_level_scores=token_rewards(batch, reward))
 
@@ -159,7 +161,7 @@ class Sampler:
         if self.agents is None:
             return self.rollout.flow(sampling, source.requests, **options)
         of_turns = partial(self.rollout.flow, sampling, **options)
-        return SessionFlow(self.agents.pool, source.sessions, of_turns, in_step=options.get("in_step") is not False)
+        return SessionFlow(self.agents.pool, source.sessions, of_turns, in_step=self.agents.in_step)
 
     @property
     def selects_groups(self) -> bool:

@@ -170,6 +170,14 @@ def test_defaults_and_quick_start_have_no_errors_or_notes() -> None:
         ),
         (["async_training.mode=async", "async_training.max_staleness=0", "async_training.clock=wall"], []),
         (
+            [
+                "async_training.clock=wall",
+                f"{ROLLOUT}.multi_turn.enable=true",
+                f"{ROLLOUT}.multi_turn.function_tool_path=trainer/agents/native/calculator.py",
+            ],
+            [],
+        ),
+        (
             ["async_training.clock=wall"],
             [
                 "async_training.clock=wall: with async_training.mode=null nothing is generated during an update; set "

@@ -91,7 +91,11 @@ def reference_fit(loop: Loop) -> None:
 
 @pytest.mark.parametrize(
     ("mode", "workers"),
-    [("staleness 2", "processes"), ("one step off", "threads"), pytest.param("one step off", "processes", marks=pytest.mark.soak)],
+    [
+        ("staleness 2", "processes"),
+        ("one step off", "threads"),
+        pytest.param("one step off", "processes", marks=pytest.mark.soak),
+    ],
     indirect=["workers"],
 )
 @pytest.mark.usefixtures("workers")

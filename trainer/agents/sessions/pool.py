@@ -49,13 +49,14 @@ class AgentPool:
     """Pool of agent processes, a context manager. A session answers its start, and every turn, exactly once.
 
     deaths: processes that died and were replaced. continues: whether sessions can be continued from journals; known when ready.
-    Not thread-safe.
+    seconds_waited: in ``collect`` and ``ready``. Not thread-safe.
     """
 
     def __init__(self, setup: AgentSetup) -> None:
         """Start nothing yet."""
         self.deaths = 0
         self.continues = True
+        self.seconds_waited = 0.0
         self._setup = packed(setup)
         self._timeout = setup.multi_turn.tool_timeout
         self._size = setup.agent.num_workers
@@ -106,17 +107,20 @@ class AgentPool:
         """
         missing = {id for id in wait if id not in self._answers}
         assert all(id in self._sessions and self._sessions[id].owed for id in missing), "a session owes no answer"
+        begun = time.monotonic()
         while missing := {id for id in missing if id not in self._answers}:
             self._pump(_LOOK_SECONDS)
+        self.seconds_waited += time.monotonic() - begun
         return [self._answers.pop(id) for id in wait]
 
     def ready(self, seconds: float = 0.0) -> list[Wanted | Finished]:
         """Answers that have arrived, at least one if there is one within ``seconds``. Raises as ``collect`` does."""
-        end = time.monotonic() + seconds
+        begun = time.monotonic()
         while self._pump(0.0):
             pass
-        while not self._answers and (left := end - time.monotonic()) > 0:
+        while not self._answers and (left := begun + seconds - time.monotonic()) > 0:
             self._pump(min(left, _LOOK_SECONDS))
+        self.seconds_waited += time.monotonic() - begun
         found, self._answers = [*self._answers.values()], {}
         return found
 

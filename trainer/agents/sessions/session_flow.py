@@ -3,8 +3,8 @@
 A session alternates between the engines, which sample its turns, and an agent process, which runs tools and says what comes
 next. Turns that end in a tick are given to the agents at its end, and their answers are due at the end of the next tick, so that
 tools run while the engines generate. An answer that is late is waited for. So every request enters at a tick that depends on
-nothing but earlier ticks, and a run is repeated bitwise however long its tools take. With the wall clock answers enter when they
-are there.
+nothing but earlier ticks, and a run is repeated bitwise however long its tools take. With the wall clock answers enter at the end
+of the tick in which they arrive: the engines wait only if every session waits for a tool.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
+from math import inf
 from typing import Any, Protocol
 
 import numpy as np
@@ -30,6 +31,7 @@ class Agents(Protocol):
     """The agent processes, see trainer.agents.sessions.pool.AgentPool."""
 
     continues: bool
+    seconds_waited: float
 
     def wait_ready(self) -> None: ...
 
@@ -39,7 +41,7 @@ class Agents(Protocol):
 
     def collect(self, wait: Collection[int]) -> list[Wanted | Finished]: ...
 
-    def ready(self) -> list[Wanted | Finished]: ...
+    def ready(self, seconds: float = 0.0) -> list[Wanted | Finished]: ...
 
     def stop(self, sessions: Iterable[int]) -> None: ...
 
@@ -121,10 +123,11 @@ class Session:
 
 
 class AgentSessions:
-    """Makes sessions of prompts, and flows of them. max_prompt, max_tokens: of a task."""
+    """Makes sessions of prompts, and flows of them. max_prompt, max_tokens: of a task. in_step: the logical clock."""
 
-    def __init__(self, pool: Agents, *, max_prompt: int, max_tokens: int) -> None:
+    def __init__(self, pool: Agents, *, max_prompt: int, max_tokens: int, in_step: bool = True) -> None:
         self.pool = pool
+        self.in_step = in_step
         self.max_prompt = max_prompt
         self.max_tokens = max_tokens
         self._n = 0
@@ -233,9 +236,9 @@ class SessionFlow:
         """Wait for the end of this tick; returns the sessions that finished."""
         due, ended = set(self._due), self._flow.wait() if self._runs else []
         self._reply(ended)
-        if self._in_step or not self._flow.unfinished:
+        if self._in_step:
             return self._take(self._agents.collect(due))
-        return self._take(self._agents.ready())
+        return self._take(self._agents.ready(0.0 if self._flow.unfinished else inf))
 
     def settle(self) -> list[Batch]:
         """Wait for calls and agents; the engines keep the requests. Returns sessions that finished."""

@@ -62,6 +62,7 @@ class Agents:
         self.scripts: dict[int, Script] = {}
         self.answers: dict[int, Wanted | Finished] = {}
         self.calls = 0
+        self.seconds_waited = 0.0
 
     def wait_ready(self) -> None:
         """They are."""
@@ -90,8 +91,10 @@ class Agents:
         self.draw.shuffle(found)
         return found
 
-    def ready(self) -> list[Wanted | Finished]:
-        return self.collect([id for id in self.answers if self.draw.random() < 0.5])
+    def ready(self, seconds: float = 0.0) -> list[Wanted | Finished]:
+        assert self.answers or not seconds, "waits for ever"
+        waited = [self.draw.choice([*self.answers])] if seconds else []
+        return self.collect([id for id in self.answers if id in waited or self.draw.random() < 0.5])
 
     def stop(self, sessions: Iterable[int]) -> None:
         for id in sessions:
@@ -226,6 +229,31 @@ def test_agents_work_while_the_engines_generate() -> None:
         flow.wait()
         assert not given & {id for id, one in of_id.items() if one.task.id in agents.answers}, "due at the end of this tick"
     assert overlapped > 3
+
+
+class Slow(Agents):
+    """An answer comes when it is waited for. flow: must have no request then."""
+
+    flow: SessionFlow
+
+    def ready(self, seconds: float = 0.0) -> list[Wanted | Finished]:
+        assert not (seconds and self.flow._flow.unfinished), "the engines could work"
+        return super().ready(seconds) if seconds else []
+
+
+def test_wall_clock_waits_for_agents_only_if_all_sessions_do() -> None:
+    agents = Slow()
+    sessions = AgentSessions(agents, max_prompt=8, max_tokens=MOST)
+    of_id = {id: new_session(sessions, id) for id in range(8)}
+    flow = SessionFlow(agents, lambda ids: [of_id[id] for id in ids], lambda requests: Turns(requests, 1), in_step=False)
+    agents.flow = flow
+    flow.admit(range(8), 1)
+    finished, overlapped = list[Batch](), 0
+    while flow.start():
+        overlapped += bool(agents.answers) and flow._runs
+        finished += flow.wait()
+    assert overlapped > 3, "the engines work while agents have not answered"
+    assert trained(finished) == trained(run(8, step=1)[0])
 
 
 @pytest.mark.parametrize("restarts", [False, True])
