@@ -1,14 +1,14 @@
-"""Agent processes with a model that answers at once: turns per second, and CPU time of the controller per turn.
+"""Conversations with engines that answer at once: turns per second, and CPU time of the controller per turn.
 
     python scripts/bench/agents.py                  # JSON on stdout
     python scripts/bench/agents.py --processes 4 --sessions 4000
     python scripts/bench/agents.py --quick          # a smoke version
 
 Every session has --turns turns, of which all but the last call a tool; the results come back at once. The tokenizer is that of
-data_preprocess.tiny_model with a chat template for tools. Turns of the model are made before the measurement, so that the
-controller's time is that of trainer.agents.sessions.pool alone. All sessions are answered together, as at the end of a tick.
+data_preprocess.tiny_model with a chat template for tools. Sampler, sessions, agent processes, scheduler and flow are the
+trainer's; an engine answers every request with the same call at the end of its tick.
 
-turns_per_s: in wall time, after the first answers. controller_ms, process_ms: CPU time per turn of the controller, and of all
+turns_per_s: in wall time. controller_ms, process_ms: CPU time per turn of the controller, without that of the engine, and of all
 agent processes together: 1000 / process_ms turns per second are what one core can do.
 """
 
@@ -21,14 +21,21 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from transformers import PreTrainedTokenizerBase
 
 from configs.compose import compose
 from configs.schema.ppo import PPOConfig
 from data_preprocess.tiny_model import character_tokenizer
+from scripts.bench.rollout_flow import Settings, SimulatedEngine, Simulation
 from trainer.agents.sessions.agent_loop import AgentSetup
 from trainer.agents.sessions.pool import AgentPool
-from trainer.agents.sessions.protocol import Finished, SampledTurn, Task, Wanted
+from trainer.agents.sessions.session_flow import AgentSessions
+from trainer.data.dataset import Prompt
+from workers.batch import Batch
+from workers.controller.group import WorkerInfo
+from workers.controller.local_backend import LocalBackend
+from workers.rollout.base import Sampling
 
 TOOL = '''
 from trainer.agents.tools import tool
@@ -52,13 +59,13 @@ TEMPLATE = (
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 12, "b": 34}}</tool_call>'
 
 
-def setup(folder: Path, processes: int) -> AgentSetup:
+def setup(folder: Path, processes: int, turns: int) -> AgentSetup:
     (folder / "tools.py").write_text(TOOL)
     tokenizer: PreTrainedTokenizerBase = character_tokenizer(None)
     tokenizer.chat_template = TEMPLATE
     keys = (
         "multi_turn.enable=true", f"multi_turn.function_tool_path={folder / 'tools.py'}", f"agent.num_workers={processes}",
-        "agent.memory_limit_mb=null",
+        f"multi_turn.max_assistant_turns={turns}",
     )  # fmt: skip
     rollout = compose("ppo_trainer", PPOConfig, [f"actor_rollout_ref.rollout.{key}" for key in keys]).actor_rollout_ref.rollout
     return AgentSetup(tokenizer, {}, rollout.multi_turn, rollout.agent)
@@ -68,9 +75,9 @@ def tokens_of(tokenizer: Any, text: str) -> dict[str, np.ndarray]:
     ids = tokenizer(text, add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id]
     n = len(ids)
     return {
-        "token_ids": np.array(ids, dtype=np.int64),
-        "log_probs": np.full(n, -0.5, dtype=np.float32),
-        "versions": np.zeros(n, dtype=np.int32),
+        "input_ids": np.array(ids, dtype=np.int64),
+        "rollout_log_probs": np.full(n, -0.5, dtype=np.float32),
+        "weight_version": np.zeros(n, dtype=np.int32),
     }
 
 
@@ -83,36 +90,58 @@ def cpu_of(pids: list[int]) -> float:
     return ticks / os.sysconf("SC_CLK_TCK")
 
 
+class CallingEngine(SimulatedEngine):
+    """Answers every request with ``tokens`` at the end of its tick. cpu_seconds: of all calls."""
+
+    cpu_seconds = 0.0
+
+    def __init__(self, info: WorkerInfo, settings: Settings, tokens: dict[str, np.ndarray]) -> None:
+        super().__init__(info, settings)
+        self._tokens = {name: torch.from_numpy(column) for name, column in tokens.items()}
+
+    def advance(self, prompts: Batch | None, sampling: Sampling, steps: int) -> Batch:
+        start = time.process_time()
+        ids = torch.zeros(0, dtype=torch.int64) if prompts is None else prompts.rows["id"]
+        n = len(self._tokens["input_ids"])
+        ended = Batch(
+            lengths=torch.full((len(ids),), n),
+            tokens={name: column.repeat(len(ids)) for name, column in self._tokens.items()},
+            rows={"id": ids, "finished": torch.ones_like(ids)},
+        )
+        CallingEngine.cpu_seconds += time.process_time() - start
+        return ended.with_meta({"seconds": 1.0, "sequence_seconds": 1.0})
+
+
 def measure(processes: int, sessions: int, turns: int) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory() as temporary:
-        given = setup(Path(temporary), processes)
-        call, end = tokens_of(given.tokenizer, CALL), tokens_of(given.tokenizer, "46")
-        tasks = [
-            Task(id, [{"role": "user", "content": f"12 + 34, {id}"}], "bench", "46", {}, None, 100_000, 100_000)
-            for id in range(sessions)
-        ]
+    settings = Settings(
+        prompts=1, n=1, prompt_tokens=8, max_tokens=512, slots=sessions, replicas=1, oversubmit=1.0, max_age=1,
+        train=0.0, steps=1, warm_up=0, a=0.0, b=0.0, c=0.0,
+    )  # fmt: skip
+    with tempfile.TemporaryDirectory() as temporary, LocalBackend() as backend:
+        given = setup(Path(temporary), processes, turns)
+        engine = (CallingEngine, tokens_of(given.tokenizer, CALL))
+        run = Simulation(settings, backend, Path(temporary), "one round", engine=engine)
         with AgentPool(given) as pool:
             pool.wait_ready()
-            pool.start(tasks)
-            waiting = pool.collect(range(sessions))
             pids = [process.pid for process in pool._homes]
-            before, begun, own = cpu_of(pids), time.perf_counter(), 0.0
-            for turn in range(turns):
-                tokens = call if turn < turns - 1 else end
-                replies = {
-                    wanted.id: SampledTurn(wanted.key, wanted.ordinal, finish_reason="stop", **tokens)
-                    for wanted in waiting
-                    if isinstance(wanted, Wanted)
-                }
-                start = time.process_time()
-                pool.reply(replies)
-                waiting = pool.collect(range(sessions))
-                own += time.process_time() - start
+            run.sampler.agents = AgentSessions(pool, max_prompt=100_000, max_tokens=100_000)
+            prompts = [
+                Prompt(id, (id,), "", "bench", "46", {}, [{"role": "user", "content": f"12 + 34, {id}"}])
+                for id in range(sessions)
+            ]
+            requested = run.sampler.request_to_train(prompts, "train", 1)
+            before, begun, own = cpu_of(pids), time.perf_counter(), time.process_time()
+            CallingEngine.cpu_seconds = 0.0
+            flow, finished = run.sampler.flow(run.sampler.sampling, requested, expected=sessions), list[Batch]()
+            for id in range(sessions):
+                flow.admit([id], 1)
+            while flow.start():
+                finished += flow.wait()
+            own = time.process_time() - own - CallingEngine.cpu_seconds
             wall, used = time.perf_counter() - begun, cpu_of(pids) - before
-        assert all(isinstance(answer, Finished) for answer in waiting)
-    n = sessions * turns
-    prompt = [len(answer.parts[0].input_ids) for answer in waiting if isinstance(answer, Finished)]
-    return {"processes": processes, "sessions": sessions, "turns": turns, "tokens_per_session": float(np.mean(prompt)),
+    n = sum(int(facts["metrics"]["turns"]) for part in finished for facts in part.objects["session"])
+    tokens = sum(part.total_tokens for part in finished) / sessions
+    return {"processes": processes, "sessions": sum(map(len, finished)), "turns": n / sessions, "tokens_per_session": tokens,
             "turns_per_s": n / wall, "controller_ms": 1e3 * own / n, "process_ms": 1e3 * used / n}  # fmt: skip
 
 

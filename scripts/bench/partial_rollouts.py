@@ -62,8 +62,8 @@ class MeasuredEngine(SimulatedEngine):
         memory: float,
         longest: int | None = None,
     ) -> None:
-        """path: folder of the model. memory: fraction of the GPU's memory for the engine. longest: sequence; None: a prompt with a
-        response.
+        """path: folder of the model. memory: fraction of the GPU's memory for the engine. longest: tokens of a sequence; None: a
+        prompt with a response.
         """
         super().__init__(info, settings)
         self._opened = ExitStack()

@@ -4,9 +4,9 @@
     python scripts/bench/slow_tools.py --quick                          # a smoke version
 
 Sampler, sessions, agent processes, scheduler and flow are the trainer's. The length of a turn is geometric, by its seed, whatever
-the model (random weights) samples, and its last token is that of the end; every turn but the last calls the tool. One turn: the same number of responses as the
-conversations have turns, all of them asked for at once. Modes: one turn; a tool that takes no time; one that takes --seconds, with
-the logical clock, which waits for it, and with the wall clock.
+the model (random weights) samples, and its last token is that of the end; every turn but the last calls the tool. One turn: the
+same number of responses as the conversations have turns, all of them asked for at once. Modes: one turn; a tool that takes no
+time; one that takes --seconds; with the logical clock, which waits for it, and with the wall clock.
 
 tokens_per_s: sampled tokens per wall second. utilisation: that, over the one of one turn. waited: seconds in which the engine
 waited for agents. running: mean number of running sequences while the engine works. Prompts grow from turn to turn, which is
@@ -42,8 +42,8 @@ from trainer.data.dataset import Prompt
 from trainer.rollout.sampler import Requested
 from workers.batch import Batch
 from workers.controller.local_backend import LocalBackend
-from workers.rollout.base import Sampling
 from workers.roles.rollout_engines import ENGINES
+from workers.rollout.base import Sampling
 from workers.seeding import seed_of
 
 TOOL = '''
@@ -146,8 +146,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         args.prompt_tokens, args.max_tokens, args.slots = 32, 32, 4
     torch.set_num_threads(1)
     settings = Settings(
-        prompts=1, n=1, prompt_tokens=args.prompt_tokens, max_tokens=args.max_tokens, slots=args.slots, replicas=1, oversubmit=1.0,
-        max_age=1, train=0.0, steps=1, warm_up=0, a=0.0, b=0.0, c=0.0,
+        prompts=1, n=1, prompt_tokens=args.prompt_tokens, max_tokens=args.max_tokens, slots=args.slots, replicas=1,
+        oversubmit=1.0, max_age=1, train=0.0, steps=1, warm_up=0, a=0.0, b=0.0, c=0.0,
     )  # fmt: skip
     modes = {
         "slow, wall": (args.seconds, "wall"), "no delay, wall": (0.0, "wall"),
