@@ -475,6 +475,18 @@ def _lora_notes(config: PPOConfig, typed: Collection[str]) -> Iterator[str]:
         yield "the reference is actor_rollout_ref.model.path without the adapter of lora_adapter_path"
 
 
+def _trust_region_notes(config: PPOConfig) -> Iterator[str]:
+    generation, actor = config.async_training, config.actor_rollout_ref.actor
+    one_update = actor.ppo_epochs == 1 and actor.ppo_mini_batch_size == config.data.train_batch_size
+    is_stale = generation.mode == "async" and generation.max_staleness > 1
+    if is_stale and one_update and not config.algorithm.rollout_correction.bypass_mode:
+        yield (
+            f"async_training.max_staleness={generation.max_staleness}: a step is one update, so the ratio to the proximal policy "
+            "is 1 and is never clipped, and the updates of several steps with tokens of the same weights add up; "
+            "algorithm.rollout_correction.bypass_mode=true clips the ratio to the policy that sampled"
+        )
+
+
 def _ppo_notes(config: PPOConfig, typed: Collection[str]) -> Iterator[str]:
     yield from engine_notes(config.actor_rollout_ref.rollout, typed)
     yield from _lora_notes(config, typed)
@@ -490,6 +502,7 @@ def _ppo_notes(config: PPOConfig, typed: Collection[str]) -> Iterator[str]:
             "already uses "
             "the rollout's log-probs; only loss_type=reinforce uses weights"
         )
+    yield from _trust_region_notes(config)
     overlong, most = config.reward.reward_kwargs.overlong_buffer_cfg, config.reward.reward_kwargs.max_resp_len
     if overlong.enable and not overlong.penalty_factor:
         yield "reward.reward_kwargs.overlong_buffer_cfg.penalty_factor=0: the overlong penalty has no effect"

@@ -2,7 +2,8 @@
 
     python scripts/bench/async_accuracy.py                        # all modes, seeds 41 42 43, 250 steps: an hour on two cores
     python scripts/bench/async_accuracy.py --modes async-1 --seeds 41
-    python scripts/bench/async_accuracy.py --modes async-4 --overrides async_training.prox_logp=loglinear
+    python scripts/bench/async_accuracy.py --modes async-4 --overrides algorithm.rollout_correction.rollout_is=sequence \
+        algorithm.rollout_correction.bypass_mode=false
 
 Each seed has its own model, warmed up as in scripts/quickstart.sh. Trainer and engine have a slot each in asynchronous runs.
 
@@ -24,7 +25,9 @@ from trainer.run.run_dir import read_lines
 
 STEPS, SEEDS = 250, (41, 42, 43)
 CORRECTED = ("algorithm.rollout_correction.rollout_is=token",)
-AHEAD = (*CORRECTED, "placement=split", "trainer.backend=ray", "trainer.n_gpus_per_node=2", "async_training.mode=async")
+# A step of the quick start is one update: only the ratio to the policy that sampled has a trust region.
+BYPASS = ("algorithm.rollout_correction.bypass_mode=true",)
+AHEAD = (*BYPASS, "placement=split", "trainer.backend=ray", "trainer.n_gpus_per_node=2", "async_training.mode=async")
 MODES: dict[str, tuple[str, ...]] = {
     "synchronous": (),
     "partial": (*CORRECTED, "async_training.mode=partial"),
