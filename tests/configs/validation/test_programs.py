@@ -467,6 +467,7 @@ def test_keys_without_effect_give_notes() -> None:
         "(data.max_response_length=512)",
     ]
     ahead = ("async_training.mode=async", "placement=split", "trainer.n_gpus_per_node=3", f"{ROLLOUT}.n=2")
+    ahead += (f"{ACTOR}.ppo_mini_batch_size=1024",)
     token, bypass = f"{CORRECTION}.rollout_is=token", f"{CORRECTION}.bypass_mode=true"
     _, note = ppo_lines(*ahead, token)  # the first is the placement's
     assert note.startswith("async_training.max_staleness=2: a step is one update, so the ratio to the proximal policy is 1")
