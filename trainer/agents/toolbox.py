@@ -187,11 +187,13 @@ class ToolBox:
         # Known before: a tool that exceeds the limit while it creates the instance may have to release it all the same.
         self._instances[tool.name] = self.data.request_id
         self._failed[tool.name] = f"{tool.name} was not created"
+
+        async def create() -> None:
+            # In the session's thread: a cancellation may arrive before its result does.
+            self._instances[tool.name] = await tool.create(self.data.request_id, self._kwargs(tool, "create"))
+
         try:
-            kwargs = self._kwargs(tool, "create")
-            self._instances[tool.name] = await self._loop.run(
-                tool.create, self.data.request_id, kwargs, seconds=self.limits.seconds
-            )
+            await self._loop.run(create, seconds=self.limits.seconds)
             del self._failed[tool.name]
         except UserCodeError as error:
             self.counts["create"] += 1
@@ -206,15 +208,19 @@ class ToolBox:
         await asyncio.gather(*(self._release(tool) for tool in self._stateful() if tool.name in self._instances))
 
     async def _release(self, tool: StatefulTool) -> None:
-        instance, seconds = self._instances.pop(tool.name), self.limits.seconds
+        async def release() -> None:
+            await tool.release(self._instances.pop(tool.name), self._kwargs(tool, "release"))
+
+        seconds = self.limits.seconds
         if tool.name not in self._failed:
+            instance = self._instances[tool.name]
             try:
                 reward = self._loop.run(tool.calc_reward, instance, self._kwargs(tool, "calc_reward"), seconds=seconds)
                 self.rewards[tool.name] = await reward
             except UserCodeError:
                 self.counts["calc_reward"] += 1
         try:
-            await self._loop.run(tool.release, instance, self._kwargs(tool, "release"), seconds=seconds)
+            await self._loop.run(release, seconds=seconds)
         except UserCodeError:
             self.counts["release"] += 1
 

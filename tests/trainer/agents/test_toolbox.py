@@ -247,6 +247,38 @@ def test_a_cancelled_task_waits_until_its_instances_are_released() -> None:
     asyncio.run(main())
 
 
+def test_an_instance_that_is_created_during_the_cancellation_is_released_by_its_own_id() -> None:
+    class Late(Counting):
+        async def create(self, *args: Any, **kwargs: Any) -> Any:
+            created = await super().create(*args, **kwargs)
+            home.call_soon_threadsafe(task.cancel)
+            cancelled.wait(60)
+            return created
+
+    counting, cancelled = Late("a"), threading.Event()
+
+    async def program() -> None:
+        async with ToolBox([StatefulTool(counting)], LIMITS, session="s", loop=loop):
+            pass
+
+    async def main() -> None:
+        nonlocal home, loop, task
+        home, loop = asyncio.get_running_loop(), SessionLoop()
+        task = asyncio.create_task(program())
+        while not task.cancelling():
+            await asyncio.sleep(0.001)
+        home.call_later(0.05, cancelled.set)
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        loop.close()
+
+    home: Any = None
+    loop: Any = None
+    task: Any = None
+    asyncio.run(main())
+    assert [entry[0] for entry in counting.log] == ["create", "release"] and counting.state == {}
+
+
 @pytest.mark.parametrize("cancels", [1, 3])
 def test_a_task_cancelled_while_instances_are_created_or_released_releases_all(cancels: int) -> None:
     entered, go = threading.Event(), threading.Event()
