@@ -84,13 +84,13 @@ CURVES = (
     CurveSpec("Held-out accuracy", "", ((ACCURACY, "all"),), exact=True, dots=True, at_least=(0.0, 1.0), zero=True),
     CurveSpec("Score", "mean over training answers", (("critic/score/mean", "score"),), zero=True),
     CurveSpec("Loss", "of the supervised run", (("train/loss", "training"), ("val/loss", "held-out"))),
-    CurveSpec("Answer length", "tokens; shortest to longest", (("response_length/mean", "mean"),), band="response_length"),
     CurveSpec("Turns", "of the model, a session", (("agents/turns", "mean"), ("agents/turns/max", "longest session"))),
     CurveSpec(
         "Tokens of sessions",
-        "mean after the first prompt",
+        "after the first prompt",
         (("agents/tokens/sampled", "sampled"), ("agents/tokens/observed", "observed")),
     ),
+    CurveSpec("Answer length", "tokens; shortest to longest", (("response_length/mean", "mean"),), band="response_length"),
     CurveSpec("Entropy", "of the policy, a token", (("actor/entropy", "entropy"),)),
     CurveSpec(
         "KL",
@@ -283,9 +283,10 @@ def tool_curves(series: Series) -> list[CurveSpec]:
     names = (found for name in series if (found := re.fullmatch("agents/tool/(.+)/calls", name)))
     calls = {found[1]: sum(series[found[0]][1]) for found in names}
     tools = sorted(calls, key=lambda tool: (-calls[tool], tool))[:MOST_TOOLS]
+    note = f"of {tools[0]}, a session" if len(tools) == 1 else "a session"  # a chart names its curves if it has several
     return [
-        CurveSpec("Tool calls", "mean of a session", tuple((f"agents/tool/{tool}/calls", tool) for tool in tools)),
-        CurveSpec("Tool errors", "mean of a session", tuple((f"agents/tool/{tool}/errors", tool) for tool in tools)),
+        CurveSpec(f"Tool {what}", note, tuple((f"agents/tool/{tool}/{what}", tool) for tool in tools))
+        for what in ("calls", "errors")
     ]
 
 

@@ -62,7 +62,7 @@ def score_of(sample: Sample) -> Text:
 def drawn(turns: Sequence[Mapping[str, Any]]) -> Text:
     """A line for each turn; what the model did not sample is dim."""
     lines = [
-        Text.assemble((f"{role} ", "bold" if sampled else "dim"), (line, "" if sampled else "dim"))
+        Text.assemble((f"{role}: " if role else "", "bold" if sampled else "dim"), (line, "" if sampled else "dim"))
         for role, line, sampled in lines_of(turns)
     ]
     return Text("\n").join(lines)

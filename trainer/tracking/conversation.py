@@ -79,12 +79,8 @@ def shortened(text: str, most: int = MOST_TEXT) -> str:
 
 
 def visible(text: str) -> str:
-    """Text whose control characters are written as symbols or codes."""
-    return _HIDDEN.sub(lambda found: _symbol(ord(found[0])), text)
-
-
-def _symbol(code: int) -> str:
-    return chr(0x2400 + code) if code < 0x20 else f"\\u{code:04x}"
+    """Text whose control characters are written as codes: ``\\x1b``, ``\\u202e``."""
+    return _HIDDEN.sub(lambda found: ascii(found[0])[1:-1], text)
 
 
 def split_prompt(turns: Sequence[Mapping[str, Any]]) -> tuple[Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]]]:
