@@ -70,7 +70,10 @@ def test_long_texts_keep_both_ends_and_a_note() -> None:
 
 
 def test_control_characters_are_written_as_codes() -> None:
-    assert visible("a\x1b[31m\x00\x07\r\x9b\u202eb\u2066\ud800\n\tä🙂") == "a\\x1b[31m\\x00\\x07\\r\\x9b\\u202eb\\u2066\\ud800\n\tä🙂"
+    assert (
+        visible("a\x1b[31m\x00\x07\r\x9b\u202eb\u2066\ud800\n\tä🙂")
+        == "a\\x1b[31m\\x00\\x07\\r\\x9b\\u202eb\\u2066\\ud800\n\tä🙂"
+    )
     hostile = "\x1b]0;x\x07\u202e</script>"
     messages = [
         {"role": hostile, "content": hostile, "thinking": hostile, "tool_calls": called((hostile, hostile, hostile))},
@@ -98,7 +101,9 @@ def test_arguments_are_written_as_in_a_program(arguments: Any, written: str) -> 
 
 def test_messages_of_any_program_are_shown() -> None:
     """Loops of the user may add whatever JSON they like."""
-    assert conversation_of([{"content": [{"type": "text", "text": "x"}]}, {"role": "tool", "tool_call_id": "none", "content": None}]) == [
+    assert conversation_of(
+        [{"content": [{"type": "text", "text": "x"}]}, {"role": "tool", "tool_call_id": "none", "content": None}]
+    ) == [
         {"role": "None", "text": '[{"type": "text", "text": "x"}]', "sampled": False},
         {"role": "tool", "text": "", "sampled": False},
     ]
