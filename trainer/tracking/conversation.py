@@ -44,7 +44,8 @@ def conversation_of(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any
 def _turn(message: Mapping[str, Any], tools: Mapping[Any, Any]) -> dict[str, Any]:
     content = message.get("content")
     text = content if isinstance(content, str) else "" if content is None else json.dumps(content)
-    turn = {"role": shortened(str(message.get("role"))), "text": shortened(text), "sampled": bool(message.get("sampled"))}
+    turn: dict[str, Any] = {"role": shortened(str(message.get("role"))), "text": shortened(text)}
+    turn["sampled"] = bool(message.get("sampled"))
     if thinking := next((message[name] for name in THINKING if message.get(name)), None):
         turn["thinking"] = shortened(str(thinking))
     if calls := [call.get("function", call) for call in message.get("tool_calls") or ()]:
