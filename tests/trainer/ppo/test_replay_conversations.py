@@ -121,6 +121,8 @@ def test_replayed_conversations_are_bitwise_equal_and_call_no_tool(
             assert old == new, "for people too"
         record = load_sessions(file)
         assert record is not None and len(record) > len(then), "dropped conversations are in the record"
+        n_sessions = int((record.rows["part"] == 0).sum())
+        assert mode != "synchronous" or n_sessions == 4 * 2, "neither earlier steps nor validations"
     assert log.read_text() == called, "no code of the tool ran"
     if mode == "synchronous":
         check_files(run_dir)

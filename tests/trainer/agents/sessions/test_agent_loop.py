@@ -207,7 +207,7 @@ def test_messages_have_marks_for_people(tmp_path: Path) -> None:
     cut = finish(kit, model=lambda wanted, turn: sampled(wanted, "ab", reason="length"))
     assert marked(cut) == [{}, {"sampled": True, "truncated": True}]
     talk = AgentKit(setup(tmp_path, "user"))
-    assert marked(finish(talk, "one", "two")) == [
+    assert marked(finish(talk, "one", "one")) == [
         {}, {"sampled": True, "reward": 0.5}, {}, {"sampled": True, "reward": 0.0}, {},
     ]  # fmt: skip
     (tmp_path / "environment.py").write_text(

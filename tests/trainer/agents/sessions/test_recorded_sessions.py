@@ -31,6 +31,19 @@ async def run(session):
     session.finished = not reply.truncated
     return 0.25
 """
+# Both second turns continue the first one; the last call has fewer messages than those before it, so its row is the first.
+FORKS = """
+async def run(session):
+    session.messages.append({"role": "user", "content": "again"})
+    await session.sample()
+    first = [*session.messages]
+    for text in ("more", "other"):
+        session.messages[:] = [*first, {"role": "user", "content": text}]
+        await session.sample()
+    session.messages[:] = [{"role": "user", "content": "anew"}]
+    reply = await session.sample()
+    session.finished = not reply.truncated
+"""
 Made = tuple[Finished, list[Wanted], Model]
 
 
@@ -62,6 +75,11 @@ def parts(folder: Path) -> Made:
 
 def branches(folder: Path) -> Made:
     (folder / "own.py").write_text(BRANCHES)
+    return run(AgentKit(setup(folder, loop=f"{folder}/own.py:run")), ["one", "two", "three", "four"])
+
+
+def forks(folder: Path) -> Made:
+    (folder / "own.py").write_text(FORKS)
     return run(AgentKit(setup(folder, loop=f"{folder}/own.py:run")), ["one", "two", "three", "four"])
 
 
@@ -105,7 +123,7 @@ def identity(wanted: Wanted) -> tuple[int, int, bytes, int]:
     return wanted.key, wanted.ordinal, wanted.prompt_ids.tobytes(), wanted.max_tokens
 
 
-@pytest.mark.parametrize("make", [tools, parts, branches, nothing])
+@pytest.mark.parametrize("make", [tools, parts, branches, forks, nothing])
 def test_repeated_session_makes_the_same_calls_and_rows(make: Callable[[Path], Made], tmp_path: Path) -> None:
     found, calls, model = make(tmp_path)
     agents = recorded(tmp_path, tools(tmp_path)[0], found)
@@ -115,7 +133,7 @@ def test_repeated_session_makes_the_same_calls_and_rows(make: Callable[[Path], M
     then = [*facts(found)]
     then[1] = then[1].replace(f"[{found.id},", f"[{id},", 1)
     assert [*facts(again)] == then and again.turns == found.turns
-    assert len(found.parts) == {tools: 1, parts: 2, branches: 2, nothing: 1}[make]
+    assert len(found.parts) == {tools: 1, parts: 2, branches: 2, forks: 3, nothing: 1}[make]
     agents.stop([id])
     assert agents.sessions == {}
 
@@ -136,7 +154,7 @@ def test_log_probs_are_those_that_are_sampled_now(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("at", range(4))
-@pytest.mark.parametrize("make", [tools, branches])
+@pytest.mark.parametrize("make", [tools, branches, forks])
 def test_turn_that_differs_ends_the_session(at: int, make: Callable[[Path], Made], tmp_path: Path) -> None:
     found, calls, model = make(tmp_path)
     agents = recorded(tmp_path, found)
@@ -147,7 +165,7 @@ def test_turn_that_differs_ends_the_session(at: int, make: Callable[[Path], Made
     again, asked = repeat(agents, begun(agents, 100), other)
     assert [*map(identity, asked)] == [*map(identity, calls[: at + 1])] and not again.finished
     place, now = found.turns[at], sampled(calls[at], "another")
-    last = again.parts[-1]
+    (last,) = (part for part in again.parts if np.array_equal(part.input_ids[place.start :], now.token_ids))
     assert last.input_ids.tolist() == [*calls[at].prompt_ids.tolist(), *now.token_ids.tolist()]
     assert last.response_mask[place.start :].all() and np.array_equal(last.rollout_log_probs[place.start :], now.log_probs)
     n = sum(one.end - one.start for one in found.turns[:at]) + len(now.token_ids)
