@@ -16,6 +16,7 @@ from functools import partial, reduce
 from typing import Any
 
 from configs.schema.ppo import PPOConfig
+from trainer.agents.sessions.recorded_sessions import record_of
 from trainer.algorithms import kl
 from trainer.algorithms.advantages import ADVANTAGES
 from trainer.algorithms.correction import is_enabled, mismatch, rollout_correction
@@ -157,8 +158,10 @@ class Loop:
             trainer.events.add(trainer.step, "left", f"step {step}: a signal to stop, and the rewards did not come")
             return None
         started_from = self.config.actor_rollout_ref.model.path if trainer.resume is None else str(trainer.resume.path)
-        # Dumped when it arrives: a step that fails in its update can be replayed.
-        trainer.tracker.log_rollouts(sampled_columns(batch), step, started_from, self.sampler.left_out)
+        # Dumped when it arrives: a step that fails in its update can be replayed. Conversations that are in flight over steps are
+        # not those of this step, and only its update is replayed.
+        record = None if self.config.async_training.mode else record_of(self.sampler.sessions)
+        trainer.tracker.log_rollouts(sampled_columns(batch), step, started_from, self.sampler.left_out, record)
         return batch
 
     def generating_next(self, step: int) -> AbstractContextManager[None]:

@@ -104,7 +104,7 @@ def opened(assembly: type[Assembly], config: PPOConfig, lifecycle: RunLifecycle,
     with ExitStack() as stack:
         rewards = stack.enter_context(open_rewards(config.reward))
         rewards.start()
-        agents = open_agents(config, tokenizer, stack)
+        agents = assembly.agents(config, tokenizer, stack)
         backend = stack.enter_context(open_backend(config.trainer, config.ray_kwargs, config.timeouts, lifecycle.run_dir))
         start.ended("backend")
         place = placement_of(config, has_critic=wants_critic(config))
@@ -169,17 +169,6 @@ def reader(config: PPOConfig) -> Tokenizer:
     return tokenizer
 
 
-def open_agents(config: PPOConfig, tokenizer: Tokenizer, stack: ExitStack) -> AgentSessions | None:
-    """Start the agent processes, which load tools and environments while workers start; None for responses of one turn."""
-    rollout, data = config.actor_rollout_ref.rollout, config.data
-    if not rollout.multi_turn.enable:
-        return None
-    setup = AgentSetup(tokenizer, data.apply_chat_template_kwargs, rollout.multi_turn, rollout.agent)
-    pool = stack.enter_context(AgentPool(setup))
-    in_step = config.async_training.clock == "logical"
-    return AgentSessions(pool, max_prompt=data.max_prompt_length, max_tokens=data.max_response_length, in_step=in_step)
-
-
 def wants_critic(config: PPOConfig) -> bool:
     """Whether the run has a critic: requested by critic.enable, or needed by the advantage estimator."""
     return config.critic.enable is True or "values" in ADVANTAGES.needs(config.algorithm.adv_estimator)
@@ -221,6 +210,17 @@ class Assembly:
             check_data_sources(self.data.data_sources | self.held_out.data_sources)
         texts = () if self.ptx is None else self.ptx.data.notices
         announce((*self.data.notices, *self.held_out.notices, *texts, self.stream().order.notice))
+
+    @staticmethod
+    def agents(config: PPOConfig, tokenizer: Tokenizer, stack: ExitStack) -> AgentSessions | None:
+        """Start the agent processes, which load tools and environments while workers start; None for responses of one turn."""
+        rollout, data = config.actor_rollout_ref.rollout, config.data
+        if not rollout.multi_turn.enable:
+            return None
+        setup = AgentSetup(tokenizer, data.apply_chat_template_kwargs, rollout.multi_turn, rollout.agent)
+        pool = stack.enter_context(AgentPool(setup))
+        in_step = config.async_training.clock == "logical"
+        return AgentSessions(pool, max_prompt=data.max_prompt_length, max_tokens=data.max_response_length, in_step=in_step)
 
     def loop(
         self, rewards: Rewards, resume: Checkpoint | None, tracker: Tracker, start: Start, agents: AgentSessions | None = None

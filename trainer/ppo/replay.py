@@ -9,19 +9,24 @@ parts replaced, and the results are compared. Cost: a checkpoint of the precedin
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from transformers import PreTrainedTokenizerBase
+
 from configs.base.locks import locked
 from configs.schema.alarms import AlarmConfig
 from configs.schema.ppo import PPOConfig
+from trainer.agents.sessions.recorded_sessions import RecordedAgents, RecordedSessions
+from trainer.agents.sessions.session_flow import AgentSessions
 from trainer.checkpoint.resume import Checkpoint, check_config, resolve_resume
 from trainer.cluster.remote import RemoteModel
 from trainer.data.dataset import PromptStream
 from trainer.ppo.loop import Loop
 from trainer.ppo.ppo_builder import Assembly, opened
-from trainer.ppo.replay_diff import MOST_LINES, Difference, compare_answers, compare_metrics, replayed, table
+from trainer.ppo.replay_diff import MOST_LINES, Difference, compare_answers, compare_metrics, replayed, table, untimed
 from trainer.resilience.restart import RunLifecycle
 from trainer.rollout.policies import OneRound
 from trainer.rollout.remote_rollout import RemoteRollout
@@ -29,7 +34,7 @@ from trainer.rollout.sampler import Overlap, Sampler
 from trainer.run.errors import CheckFailed
 from trainer.run.run_dir import GLOBAL_STEP, METRICS, checkpoint_dir, checkpoint_steps, read_metrics
 from trainer.run.timing import Phases
-from trainer.tracking.batch_file import load_batch
+from trainer.tracking.batch_file import load_batch, load_sessions
 from trainer.tracking.formatting import table_console
 from trainer.tracking.token_dump import ResponseLog
 from workers.batch import Batch
@@ -71,7 +76,7 @@ def repeat(config: PPOConfig, batch: Batch, facts: Mapping[str, Any], directory:
         with opened(RolloutReplay, one_step, lifecycle, weights) as loop:
             again = replay_rollout(loop, step)
         found = compare_answers(batch, again, asked.bound)
-        found += compare_metrics(batch.meta["metrics"], again.meta["metrics"], asked.bound)
+        found += compare_metrics(untimed(batch.meta["metrics"]), untimed(again.meta["metrics"]), asked.bound)
         compared = f"{len(batch)} answers, {batch.total_tokens:,} tokens"
     else:
         logged = logged_metrics(Path(config.trainer.default_local_dir), step)
@@ -145,6 +150,22 @@ class RolloutReplay(Assembly):
     wants_ref = False
     wants_critic = False
 
+    @staticmethod
+    def agents(config: PPOConfig, tokenizer: PreTrainedTokenizerBase, stack: ExitStack) -> AgentSessions | None:
+        """The recorded conversations instead of agent processes. Raises ValueError, one line, if the dump has none."""
+        if not config.actor_rollout_ref.rollout.multi_turn.enable:
+            return None
+        path, data = config.trainer.replay.path, config.data
+        assert path is not None, "see replay"
+        record = load_sessions(dump_file(path))
+        if record is None:
+            raise ValueError(
+                f"trainer.replay.mode=rollout: {path} has no record of its conversations (async_training.mode is set, or an "
+                "earlier version wrote it), and a replay calls no tools; use trainer.replay.mode=train"
+            )
+        agents = RecordedAgents(record)
+        return RecordedSessions(agents, max_prompt=data.max_prompt_length, max_tokens=data.max_response_length)
+
 
 def replay_rollout(loop: Loop, step: int) -> Batch:
     """Sample the step again, including groups that algorithm.filter_groups drops; return the batch that is kept."""
@@ -155,7 +176,11 @@ def replay_rollout(loop: Loop, step: int) -> Batch:
 
 
 class TrainingReplay(Assembly):
-    """Loop parts for mode=train: all but rollout engine and reward models."""
+    """Loop parts for mode=train: all but rollout engine, reward models and agents."""
+
+    @staticmethod
+    def agents(config: PPOConfig, tokenizer: PreTrainedTokenizerBase, stack: ExitStack) -> None:
+        return None
 
     def reward_models(self) -> None:
         return None
@@ -203,7 +228,7 @@ class RecordedSampler(Sampler):
         self.rollbacks = sampler.rollbacks
         # Loop.scoring_overlaps is false without them, so that the forward passes run in phases of their own.
         self.models = None
-        self.left_out = []
+        self.left_out, self.sessions = [], []
 
     def next_batch(self, step: int, prompts: PromptStream, phases: Phases, overlap: Overlap | None = None) -> Batch:
         return self.batch

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from rich.table import Table
@@ -40,11 +40,9 @@ def compare_answers(then: Batch, now: Batch, bound: float) -> list[Difference]:
     alone = places_then.keys() ^ places_now.keys()
     found: list[Difference] = []
     if alone:
-        uid, sample = min(alone)
+        first = min(alone)
         counts = float(len(places_then)), float(len(places_now))
-        where = (
-            f"{len(alone)} are in one only; uid {uid}, sample {sample} was {'there' if (uid, sample) in places_then else 'not'}"
-        )
+        where = f"{len(alone)} are in one only; {named(first)} was {'there' if first in places_then else 'not'}"
         found.append(Difference("answers", where, *counts, True))
     common = [key for key in places_then if key in places_now]
     then, now = then.select([places_then[key] for key in common]), now.select([places_now[key] for key in common])
@@ -89,14 +87,19 @@ def compare_tokens(then: Batch, now: Batch, bound: float) -> list[Difference]:
     return found
 
 
-def places(batch: Batch) -> dict[tuple[int, int], int]:
-    """Row index of each response by (uid, sample)."""
-    keys = zip(batch.rows["uid"].tolist(), batch.rows["sample"].tolist(), strict=True)
+def places(batch: Batch) -> dict[tuple[int, ...], int]:
+    """Row index of each response by (uid, sample), followed by its part where responses have several rows."""
+    keys = zip(*(batch.rows[name].tolist() for name in ("uid", "sample", "part") if name in batch.rows), strict=True)
     return {key: row for row, key in enumerate(keys)}
 
 
 def name_of(batch: Batch, row: int) -> str:
-    return f"uid {int(batch.rows['uid'][row])}, sample {int(batch.rows['sample'][row])}"
+    return named(int(batch.rows[name][row]) for name in ("uid", "sample", "part") if name in batch.rows)
+
+
+def named(key: Iterable[int]) -> str:
+    uid, sample, *part = key
+    return f"uid {uid}, sample {sample}" + (f", part {part[0]}" if part and part[0] else "")
 
 
 def compare_metrics(then: Mapping[str, float], now: Mapping[str, float], bound: float) -> list[Difference]:
@@ -104,6 +107,10 @@ def compare_metrics(then: Mapping[str, float], now: Mapping[str, float], bound: 
     sizes = {name: relative(then.get(name), now.get(name)) for name in then.keys() | now.keys()}
     order = sorted((name for name in sizes if sizes[name] != 0), key=lambda name: (-sizes[name], name))
     return [Difference(name, "", then.get(name), now.get(name), beyond=sizes[name] > bound) for name in order]
+
+
+def untimed(metrics: Mapping[str, float]) -> dict[str, float]:
+    return {name: value for name, value in metrics.items() if not name.startswith("timing")}
 
 
 def replayed(metrics: Mapping[str, float]) -> dict[str, float]:

@@ -7,6 +7,7 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
+from trainer.tracking.conversation import split_prompt
 from trainer.tracking.formatting import duration, number
 
 
@@ -21,5 +22,5 @@ def _environment() -> Environment:
     environment = Environment(
         loader=PackageLoader("trainer", "."), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    environment.filters |= {"number": number, "duration": duration}
+    environment.filters |= {"number": number, "duration": duration, "split_prompt": split_prompt}
     return environment

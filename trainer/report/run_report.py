@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import sys
 import threading
 import time
@@ -36,7 +37,7 @@ from trainer.run.run_dir import (
     read_metrics,
     write_atomic,
 )
-from trainer.run.timing import AFTER_STEP, WHOLE_STEP, WITHIN
+from trainer.run.timing import AFTER_STEP, AGENTS, WHOLE_STEP, WITHIN
 from trainer.tracking.formatting import duration, number
 from trainer.tracking.token_dump import shown
 from workers.controller.logs import tell
@@ -46,6 +47,7 @@ PROBLEMS = "val/problems"
 MOST_ANSWERS = 16
 DRAWN_STEPS = 3
 MOST_WORKERS = 32
+MOST_TOOLS = 10  # curves of a chart, those with the most calls
 SHARE = 0.01
 """Maximum fraction of the time that is spent on writing the page during a run."""
 SECONDS = 5.0  # minimum time between two pages
@@ -82,6 +84,12 @@ CURVES = (
     CurveSpec("Held-out accuracy", "", ((ACCURACY, "all"),), exact=True, dots=True, at_least=(0.0, 1.0), zero=True),
     CurveSpec("Score", "mean over training answers", (("critic/score/mean", "score"),), zero=True),
     CurveSpec("Loss", "of the supervised run", (("train/loss", "training"), ("val/loss", "held-out"))),
+    CurveSpec("Turns", "of the model, a session", (("agents/turns", "mean"), ("agents/turns/max", "longest session"))),
+    CurveSpec(
+        "Tokens of sessions",
+        "after the first prompt",
+        (("agents/tokens/sampled", "sampled"), ("agents/tokens/observed", "observed")),
+    ),
     CurveSpec("Answer length", "tokens; shortest to longest", (("response_length/mean", "mean"),), band="response_length"),
     CurveSpec("Entropy", "of the policy, a token", (("actor/entropy", "entropy"),)),
     CurveSpec(
@@ -155,7 +163,7 @@ def write_report(run_dir: Path) -> Path:
     series = series_of(steps)
     first_step, last_step, answers = answers_of(read_lines(run_dir / SAMPLES))
     scores = [sample["score"] for answer in answers for sample in (answer.first, answer.last) if sample is not None]
-    timeline = read_lines(run_dir / TIMELINE)
+    timeline, training = read_lines(run_dir / TIMELINE), shown(read_lines(run_dir / ANSWERS))
     config = yaml.safe_load((run_dir / CONFIG).read_text(encoding="utf-8"))
     shares, columns = timing_of(steps)
     # One colour per phase in all charts of the page.
@@ -168,7 +176,7 @@ def write_report(run_dir: Path) -> Path:
         problems=series[PROBLEMS][1][-1] if PROBLEMS in series else None,
         facts=facts_of(steps, series),
         failed=sum(series["reward/failed"][1]) if "reward/failed" in series else 0,
-        charts=charts_of(series, reward_curves(config, series)),
+        charts=charts_of(series, [*reward_curves(config, series), *tool_curves(series)]),
         balance=balance_line(steps),
         shares=shares,
         columns=columns,
@@ -176,7 +184,8 @@ def write_report(run_dir: Path) -> Path:
         workers=workers_of(timeline, colors),
         drawn_steps=DRAWN_STEPS,
         answers=answers,
-        tokens=shown(read_lines(run_dir / ANSWERS)),
+        tokens=[{name: value for name, value in row.items() if name != "conversation"} for row in training],
+        conversations=[row.get("conversation") for row in training],
         first_step=first_step,
         last_step=last_step,
         good=(min(scores) + max(scores)) / 2 if scores and min(scores) < max(scores) else 0.0,
@@ -269,6 +278,18 @@ def reward_curves(config: Mapping[str, Any], series: Series) -> list[CurveSpec]:
     ]
 
 
+def tool_curves(series: Series) -> list[CurveSpec]:
+    """Charts of the tools' calls and errors, with a curve per tool."""
+    names = (found for name in series if (found := re.fullmatch("agents/tool/(.+)/calls", name)))
+    calls = {found[1]: sum(series[found[0]][1]) for found in names}
+    tools = sorted(calls, key=lambda tool: (-calls[tool], tool))[:MOST_TOOLS]
+    note = f"of {tools[0]}, a session" if len(tools) == 1 else "a session"  # a chart names its curves if it has several
+    return [
+        CurveSpec(f"Tool {what}", note, tuple((f"agents/tool/{tool}/{what}", tool) for tool in tools))
+        for what in ("calls", "errors")
+    ]
+
+
 def charts_of(series: Series, more: Sequence[CurveSpec] = ()) -> list[Chart]:
     """All charts of the page that have data. more: specifications inserted after accuracy and score."""
     charts = []
@@ -311,7 +332,7 @@ def phase_seconds(steps: Sequence[Mapping[str, float]]) -> tuple[list[str], list
     # Validation before the first step has an entry in metrics.jsonl, but no times.
     timed = [entry for entry in steps if f"timing_s/{WHOLE_STEP}" in entry]
     names = dict.fromkeys(name.removeprefix("timing_s/") for entry in timed for name in entry if name.startswith("timing_s/"))
-    phases = [name for name in names if name not in (WHOLE_STEP, *WITHIN)]
+    phases = [name for name in names if name not in (WHOLE_STEP, *WITHIN) and not name.startswith(AGENTS)]
     parts = []
     for entry in timed:
         spent = [entry.get(f"timing_s/{phase}", 0.0) for phase in phases]

@@ -123,6 +123,8 @@ class Sampler:
         self.failures = failures
         self.left_out: list[Batch] = []
         """Rows dropped by the last ``next_batch`` because their rewards failed."""
+        self.sessions: list[Batch] = []
+        """Rows of sessions that have finished since the last ``next_batch`` began, also of those that were dropped."""
         self._n_submitted = 0
         self._scored: dict[int, Score] = {}
         """Scores of sessions that have their own reward, by key."""
@@ -140,7 +142,7 @@ class Sampler:
         Raises ValueError, one line, if every reward failed, and if the batch cannot be filled.
         """
         self.failures.start_step()
-        self.left_out = []
+        self.left_out, self.sessions = [], []
         batch = self.policy.batch(self, step, prompts, phases, overlap)
         # After filtering: running moments and group statistics are those of the rows that are trained on.
         trajectories = Trajectories.of(batch)
@@ -365,6 +367,7 @@ class Sampler:
         A session is scored once, by the text of its last row after the prompt. One with a reward has that; the reward of one that
         ended with an error has failed.
         """
+        self.sessions.append(rows)
         texts, sessions = decode_sessions(rows, self.tokenizer), rows.objects["session"]
         trajectories = Trajectories.of(rows.with_rows(trajectory=rows.rows["id"]))
         last, keys = trajectories.last.tolist(), self._keys(len(trajectories))

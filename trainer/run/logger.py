@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol, TypedDict
+from typing import Any, NotRequired, Protocol, TypedDict
 
 
 class Sample(TypedDict):
     """One response and its score.
 
-    uid: prompt group. reward_error: reason why the response has no score (score is then 0); None if it has one.
+    uid: prompt group. reward_error: reason why the response has no score (score is then 0); None if it has one. conversation: its
+    turns, if it is a session of agents (trainer.tracking.conversation).
     """
 
     uid: int
@@ -19,6 +20,7 @@ class Sample(TypedDict):
     ground_truth: str
     score: float
     reward_error: str | None
+    conversation: NotRequired[list[dict[str, Any]]]
 
 
 class Logger(Protocol):

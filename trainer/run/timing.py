@@ -32,6 +32,9 @@ WITHIN = (
 )
 """Times that are parts of other phases, so they must not be added to them."""
 
+AGENTS = "agents/"
+"""Prefix of times of tools and environments, which are within the generation, and overlap."""
+
 
 @dataclass(frozen=True, slots=True)
 class Span:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from trainer.run.logger import Sample
+from trainer.tracking.conversation import lines_of, split_prompt, visible
 from trainer.tracking.display import Display
 
 # (metric, label, format) in order of importance: a narrow terminal drops the last ones. Metrics that a step lacks are left out.
@@ -57,6 +59,15 @@ def score_of(sample: Sample) -> Text:
     return Text(f"{sample['score']:g}" if sample["reward_error"] is None else f"none: {sample['reward_error']}")
 
 
+def drawn(turns: Sequence[Mapping[str, Any]]) -> Text:
+    """A line for each turn; what the model did not sample is dim."""
+    lines = [
+        Text.assemble((f"{role}: " if role else "", "bold" if sampled else "dim"), (line, "" if sampled else "dim"))
+        for role, line, sampled in lines_of(turns)
+    ]
+    return Text("\n").join(lines)
+
+
 class ConsoleLogger:
     """Logger that prints to the console."""
 
@@ -81,7 +92,10 @@ class ConsoleLogger:
             table.add_column(header, overflow="fold")
         # As Text: rich would interpret brackets in a str, such as [bold] in a response, as markup.
         for sample in samples:
-            table.add_row(Text(sample["prompt"]), Text(sample["response"]), Text(sample["ground_truth"]), score_of(sample))
+            prompt, response = Text(visible(sample["prompt"])), Text(visible(sample["response"]))
+            if turns := sample.get("conversation"):
+                prompt, response = map(drawn, split_prompt(turns))
+            table.add_row(prompt, response, Text(visible(sample["ground_truth"])), score_of(sample))
         self._print(table)
 
     def _print(self, line: RenderableType) -> None:

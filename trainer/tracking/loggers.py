@@ -124,8 +124,9 @@ class WandbLogger:
         self.run.log(dict(metrics), step=step)
 
     def log_samples(self, samples: Sequence[Sample], step: int) -> None:
-        rows = [list(sample.values()) for sample in samples]
-        self.run.log({"val/generations": self.table(columns=list(samples[0]), data=rows)}, step=step)
+        columns = [name for name in samples[0] if name != "conversation"]  # which is in ``response`` as text
+        rows = [[dict(sample)[name] for name in columns] for sample in samples]
+        self.run.log({"val/generations": self.table(columns=columns, data=rows)}, step=step)
 
     def go_back(self, step: int) -> None:
         pass

@@ -15,16 +15,18 @@ from torch import Tensor
 from trainer.algorithms.segments import counts_in
 from trainer.run.logger import Sample
 from trainer.run.run_dir import rollouts_file
+from trainer.tracking.conversation import conversation_of
 from workers.batch import Batch
 
 
 def first_samples(batch: Batch, n: int) -> list[Sample]:
     """The first response to each of the first ``n`` prompts.
 
-    batch: rows uid, sample, score, reward_failed; objects data_source, prompt, response, ground_truth, reward_error.
+    batch: rows uid, sample, score, reward_failed; objects data_source, prompt, response, ground_truth, reward_error, and session
+    if the responses are sessions.
     """
     rows = (batch.rows["sample"] == 0).nonzero().flatten()[:n].tolist()
-    return [
+    samples = [
         Sample(
             uid=int(batch.rows["uid"][i]),
             data_source=batch.objects["data_source"][i],
@@ -36,6 +38,10 @@ def first_samples(batch: Batch, n: int) -> list[Sample]:
         )
         for i in rows
     ]
+    if "session" in batch.objects:
+        for sample, i in zip(samples, rows, strict=True):
+            sample["conversation"] = conversation_of(batch.objects["session"][i]["messages"])
+    return samples
 
 
 def write_dump(directory: Path, step: int, batch: Batch, left_out: Sequence[Batch] = ()) -> Path:

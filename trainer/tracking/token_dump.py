@@ -21,6 +21,7 @@ from trainer.algorithms.segments import first_in
 from trainer.algorithms.trajectories import Trajectories
 from trainer.cluster.remote import RemoteModel
 from trainer.run.run_dir import ANSWERS, GLOBAL_STEP, LineWriter, json_line
+from trainer.tracking.conversation import conversation_of
 from trainer.tracking.sample_dump import text_of
 from workers.batch import Batch
 
@@ -50,7 +51,7 @@ class ResponseLog:
         """Dump trajectories of a step that is kept. Called before the update, which changes the log-probs.
 
         batch: tokens input_ids, sampled_mask, rollout_log_probs, advantages, and old_log_probs unless ``forwards``; rows uid,
-        trajectory, part, score; objects prompt, ground_truth.
+        trajectory, part, score; objects prompt, ground_truth, and session if the responses are sessions.
         """
         if step % self._every and step != self._total_steps:
             return
@@ -78,7 +79,7 @@ class ResponseLog:
         start, end = batch.offsets[row : row + 2].tolist()
         shown = start + batch.tokens["shown"][start:end].nonzero().flatten()
         cut = shown[:KEPT_TOKENS]
-        return {
+        entry = {
             "uid": int(batch.rows["uid"][row]),
             # With these two the row of the last part is found in the step's parquet file.
             "trajectory": int(batch.rows["trajectory"][row]),
@@ -92,6 +93,17 @@ class ResponseLog:
             "trainer": rounded(batch.tokens["trainer"][cut]),
             "advantages": rounded(batch.tokens["advantages"][cut]),
         }
+        if observed := spans(batch.tokens["sampled_mask"][cut] == 0):
+            entry["observed"] = observed
+        if "session" in batch.objects:
+            entry["conversation"] = conversation_of(batch.objects["session"][row]["messages"])
+        return entry
+
+
+def spans(mask: Tensor) -> list[list[int]]:
+    """[start, end) of each run of true values of a mask (n,)."""
+    edges = torch.nn.functional.pad(mask.int(), (1, 1)).diff().nonzero().flatten()
+    return edges.reshape(-1, 2).tolist()
 
 
 def spread(scores: Tensor, n: int) -> Tensor:

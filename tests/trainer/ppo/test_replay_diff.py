@@ -96,3 +96,21 @@ def test_table_states_the_number_of_omitted_lines() -> None:
     Console(width=120, file=written).print(table("a step", many))
     text = written.getvalue()
     assert "metric_0" in text and "and 3 more" in text and "nothing" in text
+
+
+def test_rows_of_a_response_are_compared_part_by_part() -> None:
+    def parts() -> Batch:
+        rows = {
+            "uid": torch.tensor([10, 10, 11, 11]),
+            "sample": torch.zeros(4, dtype=torch.int64),
+            "part": torch.tensor([0, 1, 0, 1]),
+        }
+        return make_batch().with_rows(**rows)
+
+    now = parts()
+    now.tokens["input_ids"][1] = 99
+    now.tokens["input_ids"][4] = 99
+    (found,) = compare_answers(parts(), now.select([3, 1, 2, 0]), 0.0)
+    assert found.where == "2 of 4 answers; the first: uid 10, sample 0, token 1"
+    (found,) = compare_answers(parts(), parts().select([0, 2, 3]), 0.0)
+    assert found.where == "1 are in one only; uid 10, sample 0, part 1 was there"

@@ -15,19 +15,22 @@ import pytest
 from trainer.cluster.watchdog import CallSpan
 from trainer.report.run_report import (
     MOST_ANSWERS,
+    MOST_TOOLS,
     MOST_WORKERS,
     GrowingReport,
     answers_of,
     main,
     phase_seconds,
     timeline_of,
+    tool_curves,
     workers_of,
     write_report,
 )
 from trainer.run.events import Events
 from trainer.run.logger import Sample
-from trainer.run.run_dir import GLOBAL_STEP, json_line, read_lines
+from trainer.run.run_dir import GLOBAL_STEP, json_line, read_lines, read_metrics
 from trainer.run.timing import Span
+from trainer.tracking.conversation import conversation_of
 from trainer.tracking.tracker import Tracker
 
 CONFIG: dict[str, Any] = {
@@ -334,6 +337,80 @@ def test_command_writes_the_report(tmp_path: Path) -> None:
     assert done.stdout == f"report: {tmp_path}/run/report.html\n" and done.stderr == ""
     with pytest.raises(SystemExit, match="usage: "):
         main([str(tmp_path)])
+
+
+def conversation() -> list[dict[str, Any]]:
+    """Hostile text everywhere, and of 100,000 characters."""
+    function = {"name": HOSTILE, "arguments": json.dumps({"a": HOSTILE})}
+    return conversation_of(
+        [
+            {"role": "system", "content": HOSTILE},
+            {
+                "role": "assistant", "content": "</script>", "sampled": True, "reward": -0.5, "truncated": True,
+                "reasoning_content": HOSTILE, "tool_calls": [{"id": "a", "function": function}],
+            },
+            {"role": "tool", "tool_call_id": "a", "content": HOSTILE * 3000 + "\x1b\x00", "status": "timeout"},
+            {"role": HOSTILE, "content": HOSTILE, "sampled": True},
+        ]
+    )  # fmt: skip
+
+
+def sessions(run_dir: Path, steps: int = 1) -> Path:
+    """A run whose samples and answers are conversations."""
+    tracker = Tracker([], run_dir, "project", "experiment", CONFIG)
+    for step in range(1, steps + 1):
+        both: list[Sample] = [{**sample(uid, HOSTILE, 0.5), "conversation": conversation()} for uid in (1, 2)]
+        tracker.log_samples(both, step)
+        metrics = {"agents/turns": 2.0, "agents/turns/max": 3.0, "agents/tokens/sampled": 20.0, "agents/tokens/observed": 9.0}
+        metrics |= {"agents/tool/<b>add/calls": 0.5, "agents/tool/<b>add/errors": 0.25, "agents/tool/x/y/calls": 0.125}
+        tracker.log(metrics | {"timing_s/gen": 1.0, "timing_s/agents/tool/x/y/seconds": 7.0, "timing_s/step": 2.0}, step)
+    tracker.close()
+    row = {
+        "uid": 1, "prompt": "p", "ground_truth": "1", "score": 0.5, "length": 3, "tokens": ["a", HOSTILE, "b"],
+        "rollout": [-1.0, 0.0, -1.0], "trainer": [-1.0, 0.0, -1.0], "advantages": [1.0, 0.0, 1.0],
+        "observed": [[1, 2]], "conversation": conversation(),
+    }  # fmt: skip
+    (run_dir / "answers.jsonl").write_text(
+        "".join(json_line({GLOBAL_STEP: step, **row}) for step in range(1, steps + 1) for _ in range(8))
+    )
+    return run_dir
+
+
+def test_conversation_is_shown_as_turns(tmp_path: Path) -> None:
+    page = Page(write_report(sessions(tmp_path)).read_text(encoding="utf-8"))
+    kinds = [attributes["class"] for _, attributes in page.tags if (attributes.get("class") or "").startswith("turn")]
+    # Two samples with prompt and answer, eight answers; what the model did not sample is shaded.
+    assert kinds.count("turns") == 2 * 2 + 8 and kinds.count("turn sampled") == 2 * 10 and kinds.count("turn") == 2 * 10
+    assert "shaded: not sampled by the model, not trained" in page.text and "conversation, 4 messages" in page.text
+    assert "assistant truncated reward -0.5" in page.text and f"tool {HOSTILE} timeout" in page.text
+    assert f"{HOSTILE} (a={json.dumps(HOSTILE)})" in page.text and f"{HOSTILE} </script>" in page.text
+    assert "characters are left out here … " in page.text and "\\x1b\\x00" in page.text
+
+
+def test_text_of_a_conversation_is_escaped_and_cut(tmp_path: Path) -> None:
+    html = write_report(sessions(tmp_path / "a")).read_text(encoding="utf-8")
+    page = Page(html)
+    assert not [tag for tag, attributes in page.tags if tag in ("img", "iframe") or "onerror" in attributes]
+    assert "<script>alert" not in html and "<b>add" not in html and "\x1b" not in html and "\x00" not in html
+    scripts = [attributes for tag, attributes in page.tags if tag == "script"]
+    charts = sum(1 for tag, attributes in page.tags if attributes.get("class") == "card chart")
+    assert len(scripts) == charts + 3, "one for each chart, the page, the tokens and their program"
+    many = write_report(sessions(tmp_path / "b", steps=200))
+    assert many.stat().st_size < 1e6
+
+
+def test_metrics_of_sessions_have_charts(tmp_path: Path) -> None:
+    html = write_report(sessions(tmp_path)).read_text(encoding="utf-8")
+    charts = dict(re.findall(r'<h3>([^<]*)</h3><span title="([^"]*)">', html))
+    assert charts.keys() >= {"Turns", "Tokens of sessions", "Tool calls", "Tool errors"}
+    text = Page(html).text
+    assert "<b>add 0.5 x/y 0.125" in text and "mean 2 longest session 3" in text and "sampled 20 observed 9" in text
+    assert phase_seconds(read_metrics(tmp_path))[0] == ["gen", "other"], "times of tools are within the generation"
+    plain = {name: ([1.0], [0.5]) for name in ("agents/tool/add/calls", "agents/tool/add/errors")}
+    assert [spec.note for spec in tool_curves(plain)] == ["of add, a session"] * 2, "a single curve is named by the chart"
+    many = {f"agents/tool/{i}/calls": ([1.0], [float(i)]) for i in range(2 * MOST_TOOLS)}
+    assert [label for _, label in tool_curves(many)[0].metrics] == [str(2 * MOST_TOOLS - 1 - i) for i in range(MOST_TOOLS)]
+    assert not [spec for spec in tool_curves({}) if spec.metrics]
 
 
 def test_events_are_shown_and_escaped(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.by import By
 from selenium.webdriver.support.ui import Select
 
-from tests.trainer.report.test_run_report import HOSTILE, make_run
+from tests.trainer.report.test_run_report import HOSTILE, make_run, sessions
 from trainer.cluster.watchdog import CallSpan
 from trainer.report.run_report import write_report
 from trainer.run.events import Events
@@ -176,6 +176,29 @@ def test_text_has_enough_contrast_in_light_and_dark_mode(browser: webdriver.Chro
         contrast = (max(own, ground) + 0.05) / (min(own, ground) + 0.05)
         assert contrast >= 4.5, (words, contrast)
     assert browser.get_screenshot_as_file(str(tmp_path / f"{scheme}.png"))
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_conversation_is_unfolded_below_its_tokens(browser: webdriver.Chrome, scheme: str, tmp_path: Path) -> None:
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [{"name": "prefers-color-scheme", "value": scheme}]})
+    browser.get(write_report(sessions(tmp_path)).as_uri())
+    assert [entry for entry in browser.get_log("browser") if entry["level"] == "SEVERE"] == []
+    cards = browser.find_elements(By.CSS_SELECTOR, "article.one")
+    assert len(cards) == 8 and len(browser.find_elements(By.CSS_SELECTOR, "article.one details")) == 8
+    colours = [token.value_of_css_property("background-color") for token in cards[0].find_elements(By.CSS_SELECTOR, ".token")]
+    assert colours[0] == colours[2] == "rgba(0, 0, 0, 0)" != colours[1], "the observed token is shaded"
+    titles = [token.get_attribute("title") for token in cards[0].find_elements(By.CSS_SELECTOR, ".token")]
+    assert titles[1] == "observed: not sampled by the model, not trained" and titles[0] and titles[0].startswith("log-prob -1")
+    turns = cards[0].find_elements(By.CSS_SELECTOR, ".turn")
+    assert len(turns) == 4 and not turns[0].is_displayed()
+    cards[0].find_element(By.TAG_NAME, "summary").click()
+    assert turns[0].is_displayed() and turns[1].text.splitlines()[0] == "assistant truncated reward -0.5"
+    shades = [turn.value_of_css_property("background-color") for turn in turns]
+    assert shades[0] == shades[2] == colours[1] and shades[1] == shades[3] == "rgba(0, 0, 0, 0)"
+    ground = luminance(browser, ".turn", "background-color")
+    for words in (".turn .text", ".turn .role"):
+        own = luminance(browser, words, "color")
+        assert (max(own, ground) + 0.05) / (min(own, ground) + 0.05) >= 4.5, words
 
 
 def luminance(browser: webdriver.Chrome, selector: str, name: str) -> float:

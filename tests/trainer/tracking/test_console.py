@@ -1,9 +1,11 @@
 import io
+from typing import Any, cast
 
 from rich.console import Console
 
 from trainer.run.logger import Sample
 from trainer.tracking.console import ConsoleLogger, step_line
+from trainer.tracking.conversation import conversation_of
 
 METRICS = {"critic/score/mean": 0.5312, "actor/lr": 3e-4, "perf/throughput": 12345.6, "timing_s/step": 0.417, "made/up": 1.0}
 
@@ -45,3 +47,30 @@ def test_samples_are_printed_without_markup() -> None:
     )
     assert "[red]1+1[/red]=" in out.getvalue() and "[/]" in out.getvalue() and "0.5" in out.getvalue()
     assert "none: late" in out.getvalue(), "no score is not a score of 0"
+
+
+def printed(**changes: Any) -> str:
+    out = io.StringIO()
+    sample = Sample(uid=1, data_source="s", prompt="p\x1b[2J", response="r\x07", ground_truth="2", score=0.5, reward_error=None)
+    ConsoleLogger(Console(file=out, width=120), None).log_samples([cast(Sample, sample | changes)], 3)
+    return out.getvalue()
+
+
+def test_conversation_is_printed_in_a_few_lines() -> None:
+    calls = [{"id": "a", "function": {"name": "add", "arguments": '{"x": "[red]"}'}}]
+    messages = [
+        {"role": "user", "content": "1+1?"},
+        {"role": "assistant", "content": "", "tool_calls": calls, "sampled": True, "reward": 0.25},
+        {"role": "tool", "tool_call_id": "a", "content": "\x1b[31m" + "long " * 1000, "status": "ok"},
+        {"role": "assistant", "content": "2", "sampled": True},
+    ]
+    out = printed(conversation=conversation_of(messages))
+    cells = [[cell.strip() for cell in line.split("│")[1:-1]] for line in out.splitlines() if line.startswith("│")]
+    assert cells[0] == ["user: 1+1?", 'assistant: add(x="[red]")  [reward 0.25]', "2", "0.5"]
+    assert cells[1][1].startswith("tool add: \\x1b[31mlong long") and cells[-1][1] == "assistant: 2"
+    assert len(cells) < 7 and "\x1b" not in out
+
+
+def test_control_characters_of_a_response_do_not_reach_the_terminal() -> None:
+    out = printed()
+    assert "p\\x1b[2J" in out and "r\\x07" in out and "\x1b" not in out

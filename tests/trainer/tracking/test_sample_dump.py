@@ -89,3 +89,14 @@ def test_samples_are_the_first_responses_to_the_first_prompts() -> None:
         "reward_error": None,
     }  # fmt: skip
     assert len(first_samples(make_batch(), 1)) == 1
+
+
+def test_samples_of_sessions_have_their_conversation(tmp_path: Path) -> None:
+    batch = make_batch()
+    batch.objects["session"] = [
+        {"messages": [{"role": "user", "content": f"{i}" * 2000}], "turns": [[0, 1, 2]]} for i in range(4)
+    ]
+    first, second = first_samples(batch, 5)
+    assert first["conversation"][0]["text"].startswith("000") and len(first["conversation"][0]["text"]) < 1100
+    assert second["conversation"][0]["text"].startswith("222")
+    assert pq.read_table(write_dump(tmp_path, 1, batch))["session"][0].as_py().count("0") > 2000, "the dump has all"

@@ -84,6 +84,18 @@ def test_missing_log_probs_are_computed_for_the_dump(tokenizer: Any, tmp_path: P
     assert (entries[0]["score"], entries[-1]["score"]) == (0.0, 11.0)
 
 
+def test_entry_of_a_session_has_its_observed_tokens_and_its_conversation(tokenizer: Any, tmp_path: Path) -> None:
+    batch = batch_of(tokenizer, "abcdefgh", "x")
+    batch.tokens["sampled_mask"][torch.tensor([5, 6, 9, 11])] = 0.0
+    batch.objects["session"] = [
+        {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a", "sampled": True}]}
+    ] * 2
+    keep(tmp_path, tokenizer, batch, 1, total=1)
+    first, second = read_lines(tmp_path / ANSWERS)
+    assert first["tokens"] == [*"abcdefgh"] and first["observed"] == [[1, 3], [5, 6], [7, 8]] and "observed" not in second
+    assert [(turn["role"], turn["sampled"]) for turn in first["conversation"]] == [("user", False), ("assistant", True)]
+
+
 def test_response_begins_with_its_first_sampled_token(tokenizer: Any, tmp_path: Path) -> None:
     """An observation, here the second and the last letter, is shown; it has no log-prob to be computed."""
     batch = batch_of(tokenizer, "abcd")

@@ -15,7 +15,9 @@ from collections import defaultdict, deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass
-from functools import partial
+from functools import partial, reduce
+from itertools import accumulate
+from operator import or_
 from typing import Any, TypeVar
 
 import numpy as np
@@ -27,7 +29,7 @@ from trainer.agents.formats import Format, MalformedCall, ToolCall, call_format,
 from trainer.agents.interactions import InteractionSession, UserReply
 from trainer.agents.isolation import SessionLoop, UserCodeError
 from trainer.agents.messages import Message
-from trainer.agents.sessions.protocol import Finished, Journal, Part, SampledTurn, Wanted
+from trainer.agents.sessions.protocol import Finished, Journal, Part, SampledTurn, TurnPlace, Wanted
 from trainer.agents.toolbox import ToolBox, ToolLimits, ToolResult
 from trainer.agents.tools import AnyTool
 from trainer.agents.tree import BrokenConversation, Call, ConversationTree, Row
@@ -139,6 +141,9 @@ class AgentSession:
         self._stopped: Exception | None = None
         self._home = asyncio.get_running_loop()
         self._first: Call | None = None
+        self._calls: list[tuple[int, Call, int]] = []
+        """Node of each turn of the model, its call, and the most tokens that it could have."""
+        self._marks: list[tuple[Message, dict[str, Any]]] = []
         self._context = self._used = 0
         """Tokens of the conversation as the model has it, and of all since the first prompt."""
 
@@ -175,7 +180,8 @@ class AgentSession:
             return None
         self._used += observed
         self.metrics["tokens/observed"] += observed
-        turn = await self._next(call, self.task.max_tokens - self._used)
+        most = self.task.max_tokens - self._used
+        turn = await self._next(call, most)
         truncated = turn.finish_reason != "stop"
         # Without the stop token. With special tokens: formats use some as their markup.
         ids = turn.token_ids.tolist()
@@ -185,8 +191,9 @@ class AgentSession:
             thinks = opens_thinking(self.tree.nodes[call.node].text or "")
             parsed = parse_turn(self.kit.format, text, tools, turn=self.answered - 1, in_thinking=thinks)
             reply = Reply(parsed.message(), parsed.calls, truncated)
-        self.tree.record(call, turn, reply.message)
+        self._calls.append((self.tree.record(call, turn, reply.message), call, most))
         self.messages.append(reply.message)
+        self.mark(reply.message, sampled=True, **({"truncated": True} if truncated else {}))
         self._context = prompt + len(turn.token_ids)
         self._used += len(turn.token_ids)
         self.metrics["turns"] += 1
@@ -203,6 +210,21 @@ class AgentSession:
             raise SessionEnded(self._died)
         found = await make()
         self._new.append(found)
+        return found
+
+    def mark(self, message: Message, **facts: Any) -> None:
+        """Add facts about a message of the conversation for people, which neither the template nor user code sees."""
+        self._marks.append((message, facts))
+
+    def marked(self) -> list[Message]:
+        """The conversation with its marks: sampled and truncated of turns of the model, status of results, reward of either.
+
+        A message that a loop has replaced since has none: the text there is not what was sampled.
+        """
+        found = []
+        for message in self.messages:
+            facts = (facts for marked, facts in self._marks if marked is message)
+            found.append(reduce(or_, facts, {**message}))
         return found
 
     async def run(self) -> Finished:
@@ -222,8 +244,17 @@ class AgentSession:
         if self._died is not None:
             self.metrics["died"] = 1
         self.metrics.update({f"breaks/{reason}": number for reason, number in self.tree.breaks.items()})
+        rows = self.tree.rows(0)
         return Finished(
-            self.task.id, self._parts(), self.finished, self.reward, self.extra, dict(self.metrics), self.messages, self._new
+            id=self.task.id,
+            parts=self._parts(rows),
+            finished=self.finished,
+            reward=self.reward,
+            extra=self.extra,
+            metrics=dict(self.metrics),
+            messages=self.marked(),
+            outcomes=self._new,
+            turns=self._places(rows),
         )
 
     def _fail(self, reason: str) -> None:
@@ -267,8 +298,15 @@ class AgentSession:
         self.answered += 1
         return turn
 
-    def _parts(self) -> list[Part]:
-        rows = self.tree.rows(0)
+    def _places(self, rows: Sequence[Row]) -> list[TurnPlace]:
+        places: dict[int, tuple[int, int, int]] = {}
+        for row in rows:
+            ends = [0, *accumulate(len(self.tree.nodes[i].ids) for i in row.nodes)]
+            for i, start, end in zip(row.nodes, ends, ends[1:], strict=False):
+                places.setdefault(i, (row.part, start, end))  # trained in the first row that has it
+        return [TurnPlace(*places[node], call.key, call.ordinal, most) for node, call, most in self._calls]
+
+    def _parts(self, rows: Sequence[Row]) -> list[Part]:
         if rows:
             return [_part(row, len(self.tree.nodes[row.nodes[0]].ids)) for row in rows]
         # Nothing was sampled: the prompt alone, without trained tokens.
@@ -333,13 +371,16 @@ async def tool_agent(session: AgentSession) -> None:
                     break
                 replies += 1
                 if reply.calls:
-                    results = await _results(session, box, reply.calls)
-                    session.messages += [result.message() for result in results]
+                    for result in await _results(session, box, reply.calls):
+                        session.messages.append(result.message())
+                        reward = {"reward": result.reward} if result.reward else {}
+                        session.mark(session.messages[-1], status=result.status, **reward)
                     continue
                 assert user is not None
                 answer = await _user_reply(session, user)
                 if answer.score is not None:
                     scores.append(answer.score)
+                    session.mark(reply.message, reward=answer.score)
                 if answer.error is not None:
                     raise SessionEnded(answer.error)
                 session.messages.append({"role": "user", "content": answer.text})
@@ -415,6 +456,8 @@ async def environment_agent(session: AgentSession) -> float | None:
                     break
                 step = await _of_environment(session, environment, partial(environment.step, reply.message))
                 assert isinstance(step.messages, list), "a text is a user's message"
+                if environment.error is None:
+                    session.mark(reply.message, reward=step.reward)
                 session.messages += step.messages
                 done = session.finished = step.done and environment.error is None
                 limits = (config.max_assistant_turns, config.max_user_turns)

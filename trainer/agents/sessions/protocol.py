@@ -7,7 +7,7 @@ has finished. So the controller knows at any time whose turn it is, and a tick w
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -74,6 +74,20 @@ class Part:
     prompt_length: int
 
 
+class TurnPlace(NamedTuple):
+    """Where a turn of the model is: tokens [start, end) of a part; those before it are the prompt of its call.
+
+    key, ordinal, max_tokens: of the call, see ``Wanted``.
+    """
+
+    part: int
+    start: int
+    end: int
+    key: int
+    ordinal: int
+    max_tokens: int
+
+
 @dataclass(frozen=True, slots=True)
 class Finished:
     """The session has ended. parts: its rows, at least one, in order.
@@ -81,7 +95,8 @@ class Finished:
     finished: whether the last turn ended by itself (not truncated, and not ended by a limit). reward: of an environment or an
     agent loop that scores its sessions; None: the reward function scores it. extra: what the reward function gets in
     extra_info besides the data set's (num_turns, tool_rewards, turn_scores ...), JSON; error: why the session ended early.
-    metrics: numbers of this session. messages: the whole conversation, JSON, for reports. outcomes: as in ``Wanted``.
+    metrics: numbers of this session. messages: the whole conversation, JSON, for people; see AgentSession.marked. outcomes: as in
+    ``Wanted``. turns: of the model, in order.
     """
 
     id: int
@@ -92,6 +107,7 @@ class Finished:
     metrics: dict[str, float]
     messages: list[dict[str, Any]]
     outcomes: list[Any] = field(default_factory=list)
+    turns: list[TurnPlace] = field(default_factory=list)
 
 
 @dataclass(slots=True)

@@ -293,7 +293,7 @@ class SessionFlow:
                 session.wanted = answer
                 wanted.append(session)
             else:
-                rows.append(finished_rows(session.id, answer, restarted=session.restarted))
+                rows.append(finished_rows(session.id, answer, seed=session.seed, restarted=session.restarted))
                 del self._open[session.id], self._of_task[answer.id]
         self._enter(wanted)
         return [Batch.concat(rows)] if rows else []
@@ -330,7 +330,7 @@ def _rows(part: Batch) -> Iterable[tuple[int, dict[str, torch.Tensor]]]:
         yield id, {name: rows[row] for name, rows in columns.items()}
 
 
-def finished_rows(id: int, session: Finished, *, restarted: bool) -> Batch:
+def finished_rows(id: int, session: Finished, *, seed: int, restarted: bool) -> Batch:
     """The rows of a session, see SessionFlow."""
     parts = session.parts
     columns = {
@@ -343,7 +343,14 @@ def finished_rows(id: int, session: Finished, *, restarted: bool) -> Batch:
         }.items()
     }
     metrics = session.metrics | ({"restarted": 1.0} if restarted else {})
-    facts = {"reward": session.reward, "extra": session.extra, "metrics": metrics, "messages": session.messages}
+    facts = {
+        "seed": seed,
+        "reward": session.reward,
+        "extra": session.extra,
+        "metrics": metrics,
+        "messages": session.messages,
+        "turns": session.turns,
+    }
     return Batch(
         lengths=torch.tensor([len(part.input_ids) for part in parts], dtype=torch.int64),
         tokens=columns | {"response_mask": columns["response_mask"].float()},

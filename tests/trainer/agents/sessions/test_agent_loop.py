@@ -174,6 +174,57 @@ def test_a_template_that_drops_thinking_splits_the_session(tmp_path: Path) -> No
         finish(kit, model=lambda wanted, turn: sampled(wanted, lines[turn], family=QWEN3))
 
 
+@pytest.mark.parametrize("family", [QWEN25, QWEN3])
+def test_each_turn_has_its_place_in_the_rows(family: Any, tmp_path: Path) -> None:
+    kit = AgentKit(setup(tmp_path, "user", family=family))
+    lines, calls = ["<think>\nab\n</think>\n\none", "<think>\nba\n</think>\n\ntwo"], list[Wanted]()
+
+    def model(wanted: Wanted, turn: int) -> SampledTurn:
+        calls.append(wanted)
+        return sampled(wanted, lines[turn], family=family)
+
+    found = finish(kit, model=model)
+    assert len(found.parts) == (2 if family is QWEN3 else 1) and len(found.turns) == len(calls) == 2
+    for place, wanted, turn in zip(found.turns, calls, lines, strict=True):
+        ids = found.parts[place.part].input_ids
+        assert np.array_equal(ids[: place.start], wanted.prompt_ids)
+        assert np.array_equal(ids[place.start : place.end], sampled(wanted, turn, family=family).token_ids)
+        assert found.parts[place.part].response_mask[place.start : place.end].all()
+        assert (place.key, place.ordinal, place.max_tokens) == (wanted.key, wanted.ordinal, wanted.max_tokens)
+
+
+def test_messages_have_marks_for_people(tmp_path: Path) -> None:
+    """Only in the result: neither the template nor user code sees them."""
+    marks = ("sampled", "truncated", "status", "reward")
+
+    def marked(found: Finished) -> list[dict[str, Any]]:
+        return [{name: message[name] for name in marks if name in message} for message in found.messages]
+
+    kit = AgentKit(setup(tmp_path, "tools"))
+    assert marked(finish(kit, f"{call('add', a=1)}{call('add', a='x')}", "end")) == [
+        {}, {"sampled": True}, {"status": "ok", "reward": 0.25}, {"status": "arguments"}, {"sampled": True},
+    ]  # fmt: skip
+    cut = finish(kit, model=lambda wanted, turn: sampled(wanted, "ab", reason="length"))
+    assert marked(cut) == [{}, {"sampled": True, "truncated": True}]
+    talk = AgentKit(setup(tmp_path, "user"))
+    assert marked(finish(talk, "one", "one")) == [
+        {}, {"sampled": True, "reward": 0.5}, {}, {"sampled": True, "reward": 0.0}, {},
+    ]  # fmt: skip
+    (tmp_path / "environment.py").write_text(
+        "from trainer.agents.environments import Environment\nclass Own(Environment):\n    def reset(self, task):\n"
+        "        return [{'role': role, 'content': 'a'} for role in ('user', 'assistant', 'user')]\n"
+        "    def step(self, message):\n        return 'again', -0.5, message['content'] == 'two', {}\n"
+    )
+    found = finish(AgentKit(setup(tmp_path, environment=f"{tmp_path}/environment.py:Own")), "one", "two")
+    assert marked(found) == [*[{}] * 3, {"sampled": True, "reward": -0.5}, {}, {"sampled": True, "reward": -0.5}, {}]
+    (tmp_path / "own.py").write_text(
+        "async def run(session):\n    await session.sample()\n    assert 'sampled' not in session.messages[-1]\n"
+        "    session.messages[-1] = {**session.messages[-1], 'content': 'changed'}\n    await session.sample()\n"
+    )
+    own = finish(AgentKit(setup(tmp_path, loop=f"{tmp_path}/own.py:run")), "one", "two")
+    assert marked(own) == [{}, {}, {"sampled": True}] and "error" not in own.extra, "the text there is not what was sampled"
+
+
 OWN = """
 import asyncio
 
