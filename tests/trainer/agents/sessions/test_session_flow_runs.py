@@ -12,6 +12,7 @@ from torch import Tensor
 
 import trainer.rollout.remote_rollout as remote_rollout
 from data_preprocess import calculator, tiny_model
+from tests.reward_models import make_reward_model, plain_scores
 from tests.runs import repeatable, run_ppo
 from tests.threads import use_threads
 from tests.workers.rollout.vllm_workers import CPU_BUILD
@@ -68,20 +69,22 @@ MODES = {
 }  # fmt: skip
 
 
+SIZES = ("--tools", "--alphabet=0123456789+", "--num_attention_heads=3", "--num_key_value_heads=1")
+LORA = (
+    "actor_rollout_ref.model.lora_rank=4",
+    "actor_rollout_ref.actor.optim.lr=1e-2",
+    "actor_rollout_ref.actor.use_kl_loss=true",
+)
+
+
 @pytest.fixture(scope="module")
 def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """With heads of size 32: vLLM has no smaller ones on CPU."""
     folder = tmp_path_factory.mktemp("calculator")
     calculator.main([f"--local_save_dir={folder}", "--train_size=16", "--test_size=4", "--sft_size=0"])
-    tiny_model.main(
-        [
-            f"--save_dir={folder / 'base'}",
-            "--tools",
-            "--alphabet=0123456789+",
-            "--num_attention_heads=3",
-            "--num_key_value_heads=1",
-        ]
-    )
+    tiny_model.main([f"--save_dir={folder / 'base'}", *SIZES])
+    make_reward_model(folder / "judge", seed=1, made=SIZES)
+    make_reward_model(folder / "other", seed=2, own_words=True)
     (folder / "reward.py").write_text(REWARD)
     (folder / "parser.py").write_text(PARSER)
     (folder / "environment.py").write_text(ENVIRONMENT)
@@ -158,6 +161,50 @@ def test_run_resumes_bitwise_in_mid_conversation(
         assert any(len(of_step[of_step >= 0].unique()) > 1 for of_step in versions), "conversations over several steps"
         gaps = [step.get("training/rollout_log_probs_diff_max", 0.0) for step in whole]
         assert max(gaps) < 1e-5, "of tokens that the present weights sampled"
+
+
+def test_lora_trains_conversations_exactly_and_resumes(task: Path, tmp_path: Path) -> None:
+    """The engine has the adapter's weights in step 2, in which log-probs are equal again."""
+    lora = ("actor_rollout_ref.model.lora_rank=4", "actor_rollout_ref.actor.optim.lr=1e-2", "trainer.total_training_steps=2")
+    whole = run(task, tmp_path / "whole", *lora)
+    assert max(step["training/rollout_log_probs_diff_max"] for step in whole) < 1e-5 and whole[0]["agents/turns/max"] == 3
+    first, second = (dump(tmp_path / "whole", step)["tokens.weight_version"].max() for step in (1, 2))
+    assert first < second and whole[0]["actor/grad_norm"] > 0
+    path = ("trainer.resume_mode=resume_path", f"trainer.resume_from_path={tmp_path / 'whole' / 'run' / 'global_step_1'}")
+    assert repeatable(run(task, tmp_path / "resumed", *lora, *path)) == repeatable(whole[1:])
+
+
+NO_RULE = ("reward.custom_reward_function.path=null", "reward.scorer=none")
+APART = (
+    "trainer.backend=ray", "trainer.n_gpus_per_node=2", "placement=custom", "placement.roles.reward=judges",
+    *(f"placement.pools.{pool}={{nodes: 1, gpus: 1, fraction: 1.0}}" for pool in ("main", "judges")),
+    *(f"placement.roles.{role}=main" for role in ("actor", "ref", "critic", "rollout")),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("places", [(), APART], ids=["colocated", "apart"])
+def test_reward_model_scores_the_rows_of_conversations(
+    places: tuple[str, ...], task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Compared with transformers alone: the model reads the tokens that were sampled and observed."""
+    if places:
+        use_threads(monkeypatch)
+    steps = run(task, tmp_path, *NO_RULE, *places, f"reward.models.judge.path={task / 'judge'}", "trainer.total_training_steps=2")
+    for step in (1, 2):
+        rows = dump(tmp_path, step)
+        ids = [row.long() for row in rows["tokens.input_ids"].split(rows["lengths"].tolist())]
+        assert torch.allclose(rows["rows.score"], plain_scores(str(task / "judge"), ids), atol=1e-4)
+    assert max(step["training/rollout_log_probs_diff_max"] for step in steps) < 1e-5 and steps[0]["agents/turns/max"] == 3
+
+
+def test_reward_model_with_its_own_words_scores_the_messages_of_an_environment(task: Path, tmp_path: Path) -> None:
+    """The environment's reward has the weight of a rule."""
+    environment = (f"{MULTI_TURN}.environment={task / 'environment.py'}:Count", "reward.weight=0", *NO_RULE)
+    own = ("trainer.total_training_steps=2", f"reward.models.other.path={task / 'other'}")
+    steps = run_ppo(task, tmp_path / "run", *RUN, *environment, *own, f"trainer.rollout_data_dir={tmp_path / 'rollouts'}")
+    scores = dump(tmp_path, 1)["rows.score"]
+    assert steps[0]["reward/failed"] == 0 and len(scores.unique()) > 4
+    assert abs(float(scores.mean()) - steps[0]["reward/other/mean"]) < 1e-5, "the model alone"
 
 
 @pytest.mark.parametrize("name", ["Count", "Forgetful"])
