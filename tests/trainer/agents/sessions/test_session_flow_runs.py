@@ -3,6 +3,7 @@
 A parser of the task's own makes a call of almost every response, so that conversations have several turns without training.
 """
 
+import json
 from pathlib import Path
 
 import pytest
@@ -65,6 +66,7 @@ MODES = {
     "synchronous": (),
     "filter_groups": ("algorithm.filter_groups.enable=true", "algorithm.filter_groups.metric=seq_reward"),
     "partial": (*CORRECTED, "async_training.mode=partial", "async_training.max_age=2"),
+    "one_step_off": (*AHEAD[:-2], "async_training.mode=one_step_off"),
     "async": AHEAD,
 }  # fmt: skip
 
@@ -137,7 +139,7 @@ def test_turns_are_trained_as_they_were_sampled(task: Path, tmp_path: Path) -> N
         ("filter_groups", ()),
         ("partial", ()),
         ("async", ()),
-        pytest.param("synchronous", (), marks=pytest.mark.soak),
+        *(pytest.param(mode, (), marks=pytest.mark.soak) for mode in ("synchronous", "one_step_off")),
         *(
             pytest.param(mode, ("rollout=vllm", "actor_rollout_ref.rollout.tensor_model_parallel_size=1"), marks=marks)
             for mode, marks in (("partial", CPU_BUILD), ("synchronous", [CPU_BUILD, pytest.mark.soak]))
@@ -147,7 +149,7 @@ def test_turns_are_trained_as_they_were_sampled(task: Path, tmp_path: Path) -> N
 def test_run_resumes_bitwise_in_mid_conversation(
     mode: str, engine: tuple[str, ...], task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if mode == "async":
+    if mode in ("one_step_off", "async"):
         use_threads(monkeypatch)
     overrides = (*MODES[mode], *engine)
     whole = run(task, tmp_path / "whole", *overrides)
@@ -164,9 +166,13 @@ def test_run_resumes_bitwise_in_mid_conversation(
 
 
 def test_lora_trains_conversations_exactly_and_resumes(task: Path, tmp_path: Path) -> None:
-    """The engine has the adapter's weights in step 2, in which log-probs are equal again."""
+    """The engine has the adapter's weights in step 2, in which log-probs are equal again. Validation has conversations too."""
     lora = ("actor_rollout_ref.model.lora_rank=4", "actor_rollout_ref.actor.optim.lr=1e-2", "trainer.total_training_steps=2")
+    val = "actor_rollout_ref.rollout.val_kwargs"
+    lora += ("trainer.test_freq=2", f"{val}.do_sample=true", f"{val}.temperature=1.0")
     whole = run(task, tmp_path / "whole", *lora)
+    shown = [json.loads(line) for line in (tmp_path / "whole" / "run" / "samples.jsonl").read_text().splitlines()]
+    assert max(sample["score"] for sample in shown) > 4 + 2, "more turns than one"
     assert max(step["training/rollout_log_probs_diff_max"] for step in whole) < 1e-5 and whole[0]["agents/turns/max"] == 3
     first, second = (dump(tmp_path / "whole", step)["tokens.weight_version"].max() for step in (1, 2))
     assert first < second and whole[0]["actor/grad_norm"] > 0
