@@ -21,15 +21,18 @@ import yaml
 from trainer.agents import tools
 from trainer.agents.interactions import BaseInteraction
 from trainer.agents.mcp_tools import load_mcp_tools
-from trainer.agents.native.gsm8k_interaction import Gsm8kInteraction
-from trainer.agents.native.gsm8k_tool import Gsm8kTool
-from trainer.agents.native.python_tool import SandboxFusionTool
-from trainer.agents.native.search_tool import SearchTool
 from trainer.agents.tools import AnyTool, FunctionTool, StatefulTool
 from trainer.rewards.rules import gsm8k
 from trainer.run.user_code import check_file, describe, load_module
 
 _LOADING = threading.RLock()
+_NATIVE = {
+    "verl.tools.gsm8k_tool": ("gsm8k_tool", "Gsm8kTool"),
+    "verl.tools.search_tool": ("search_tool", "SearchTool"),
+    "verl.tools.sandbox_fusion_tools": ("python_tool", "SandboxFusionTool"),
+    "verl.interactions.gsm8k_interaction": ("gsm8k_interaction", "Gsm8kInteraction"),
+}
+"""Modules whose classes verl's examples name, and the classes here. They are imported by name: they import this folder."""
 
 
 def rollout_trace_op(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -55,12 +58,9 @@ def _stand_ins() -> dict[str, ModuleType]:
         "verl.interactions.base": {"BaseInteraction": BaseInteraction},
         "verl.utils.rollout_trace": {"rollout_trace_op": rollout_trace_op},
         "verl.utils.reward_score.gsm8k": {"compute_score": compute_gsm8k_score},
-        # Classes that verl's examples name, without verl.
-        "verl.tools.gsm8k_tool": {"Gsm8kTool": Gsm8kTool},
-        "verl.tools.search_tool": {"SearchTool": SearchTool},
-        "verl.tools.sandbox_fusion_tools": {"SandboxFusionTool": SandboxFusionTool},
-        "verl.interactions.gsm8k_interaction": {"Gsm8kInteraction": Gsm8kInteraction},
     }
+    for name, (native, cls) in _NATIVE.items():
+        contents[name] = {cls: vars(importlib.import_module(f"trainer.agents.native.{native}"))[cls]}
     packages = {name.rpartition(".")[0] for name in contents} | {"verl"}
     modules = {name: ModuleType(name) for name in sorted({*packages, *contents})}
     for name, module in modules.items():

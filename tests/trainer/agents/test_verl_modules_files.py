@@ -51,7 +51,7 @@ def converse(file: str, name: str, *turns: list[dict[str, Any]]) -> list[UserRep
     return asyncio.run(main())
 
 
-def said(text: str) -> list[dict[str, Any]]:
+def dialogue(text: str) -> list[dict[str, Any]]:
     # Version 0.4.1 of the interaction scores the user's message.
     return [{"role": "user", "content": text}, {"role": "assistant", "content": text}]
 
@@ -80,14 +80,14 @@ def test_class_of_a_recipes_gsm8k_tool(file: Path, tmp_path: Path) -> None:
 @files("verl/interactions/gsm8k_interaction.py")
 def test_class_of_the_gsm8k_interaction(file: Path, tmp_path: Path) -> None:
     path = written(tmp_path, "interaction", f"{file}:Gsm8kInteraction", name="gsm8k")
-    wrong, right = converse(path, "gsm8k", said(WRONG), said(RIGHT))
+    wrong, right = converse(path, "gsm8k", dialogue(WRONG), dialogue(RIGHT))
     assert (wrong.done, wrong.score, right.done, right.score) == (False, 0.0, True, 1.0)
 
 
 @files("verl/interactions/weather_interaction.py")
 def test_class_of_the_weather_interaction(file: Path, tmp_path: Path) -> None:
     path = written(tmp_path, "interaction", f"{file}:WeatherInteraction")
-    without, after = converse(path, "weather", said("Sunny."), [{"role": "tool", "content": "17 degrees"}, *said("17.")])
+    without, after = converse(path, "weather", dialogue("Sunny."), [{"role": "tool", "content": "17 degrees"}, *dialogue("17.")])
     assert (without.done, without.score, after.score) == (True, 0.0, 1.0)
 
 
@@ -127,5 +127,5 @@ def test_file_of_the_search_tool(file: Path) -> None:
 
 @files(f"{CONFIGS}/interaction_config/gsm8k_interaction_config.yaml")
 def test_file_of_the_gsm8k_interaction(file: Path) -> None:
-    wrong, right = converse(str(file), "gsm8k", said(WRONG), said(RIGHT))
+    wrong, right = converse(str(file), "gsm8k", dialogue(WRONG), dialogue(RIGHT))
     assert (wrong.done, wrong.score, right.done, right.score) == (False, 0.0, True, 1.0)

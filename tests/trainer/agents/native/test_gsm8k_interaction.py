@@ -34,7 +34,7 @@ def file(tmp_path: Path) -> Path:
     return path
 
 
-def test_a_conversation_goes_on_until_the_answer_is_right(file: Path) -> None:
+def test_a_conversation_continues_until_the_answer_is_right(file: Path) -> None:
     replies = converse(file, {"ground_truth": "1,800"}, "4", "#### 4", "#### 1800")
     assert [(reply.done, reply.score) for reply in replies] == [(False, 0.0), (False, 0.0), (True, 1.0)]
     assert "not correct" in replies[0].text and replies[2].text == "Your answer is correct."
