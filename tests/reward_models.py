@@ -1,6 +1,7 @@
 """Reward models made by tests, and their scores by transformers alone, one conversation at a time."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -23,12 +24,19 @@ CHAT = (
 
 
 def make_reward_model(
-    path: Path, *, seed: int, of_tokens: bool = False, own_words: bool = False, moments: tuple[float, float] | None = None
+    path: Path,
+    *,
+    seed: int,
+    of_tokens: bool = False,
+    own_words: bool = False,
+    moments: tuple[float, float] | None = None,
+    made: Sequence[str] = (),
 ) -> str:
     """A classifier with one label and random weights. own_words: bytes and CHAT, not the characters and the template of the quick
-    start. moments: mean and standard deviation, written to the model's directory.
+    start. moments: mean and standard deviation, written to the model's directory. made: arguments of the tiny model.
     """
-    tiny_model.main([f"--save_dir={path}", f"--seed={seed}", *(["--bytes", "--architecture=llama"] if own_words else [])])
+    words = ["--bytes", "--architecture=llama"] if own_words else []
+    tiny_model.main([f"--save_dir={path}", f"--seed={seed}", *words, *made])
     tokenizer = AutoTokenizer.from_pretrained(path)
     kind = AutoModelForTokenClassification if of_tokens else AutoModelForSequenceClassification
     torch.manual_seed(seed)

@@ -22,14 +22,31 @@ from trainer.agents import tools
 from trainer.agents.interactions import BaseInteraction
 from trainer.agents.mcp_tools import load_mcp_tools
 from trainer.agents.tools import AnyTool, FunctionTool, StatefulTool
+from trainer.rewards.rules import gsm8k
 from trainer.run.user_code import check_file, describe, load_module
 
 _LOADING = threading.RLock()
+_NATIVE = {
+    "verl.tools.gsm8k_tool": ("gsm8k_tool", "Gsm8kTool"),
+    "verl.tools.search_tool": ("search_tool", "SearchTool"),
+    "verl.tools.sandbox_fusion_tools": ("python_tool", "SandboxFusionTool"),
+    "verl.interactions.gsm8k_interaction": ("gsm8k_interaction", "Gsm8kInteraction"),
+}
+"""Modules whose classes verl's examples name, and the classes here. They are imported by name: they import this folder."""
 
 
 def rollout_trace_op(function: Callable[..., Any]) -> Callable[..., Any]:
     """The function as it is: calls of tools are recorded by their session."""
     return function
+
+
+def compute_gsm8k_score(
+    solution_str: str, ground_truth: str, method: Any = "strict", format_score: float = 0.0, score: float = 1.0
+) -> float:
+    """verl's GSM8K score: ``score`` for the right number, ``format_score`` for another one, 0 for none."""
+    if gsm8k.extract(solution_str, method) is None:
+        return 0.0
+    return score if gsm8k.score(solution_str, ground_truth, method) else format_score
 
 
 def _stand_ins() -> dict[str, ModuleType]:
@@ -40,7 +57,10 @@ def _stand_ins() -> dict[str, ModuleType]:
         "verl.tools.function_tool": {"function_tool": tools.tool, "FunctionTool": FunctionTool},
         "verl.interactions.base": {"BaseInteraction": BaseInteraction},
         "verl.utils.rollout_trace": {"rollout_trace_op": rollout_trace_op},
+        "verl.utils.reward_score.gsm8k": {"compute_score": compute_gsm8k_score},
     }
+    for name, (native, cls) in _NATIVE.items():
+        contents[name] = {cls: vars(importlib.import_module(f"trainer.agents.native.{native}"))[cls]}
     packages = {name.rpartition(".")[0] for name in contents} | {"verl"}
     modules = {name: ModuleType(name) for name in sorted({*packages, *contents})}
     for name, module in modules.items():
@@ -172,23 +192,17 @@ def _is_entry(entry: Any) -> bool:
     )
 
 
-_OWN_CLASSES = {
-    "verl.tools.gsm8k_tool.Gsm8kTool": "trainer.agents.native.gsm8k_tool.Gsm8kTool",
-    "verl.tools.search_tool.SearchTool": "trainer.agents.native.search_tool.SearchTool",
-}
-"""Tools that verl's examples name, without verl."""
-
-
 def _load_class(entry: Mapping[str, Any], where: str) -> Any:
     """The class of class_name: module.Class, or path/to/file.py:Class."""
     name = entry["class_name"]
     path, colon, attribute = name.rpartition(":")
     with verl_modules():
-        if "verl" in sys.modules and sys.modules["verl"].__spec__ is None:
-            name = _OWN_CLASSES.get(name, name)
         try:
             if colon:
-                module = load_module(check_file(path, f"{where}.class_name={name}"))
+                file = check_file(path, f"{where}.class_name={name}")
+                # A file of verl's own imports its neighbours: from .base_tool import BaseTool.
+                package = ".".join(file.parts[-3:-1])
+                module = load_module(file, package if package in ("verl.tools", "verl.interactions") else "")
             else:
                 module_name, _, attribute = name.rpartition(".")
                 module = importlib.import_module(module_name)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from trainer.data.encoding import Messages, encode, token_ids
+from trainer.data.encoding import Message, Messages, encode, token_ids
 from trainer.data.turns import TurnEncoder
 
 
@@ -36,8 +36,22 @@ class Conversations:
             ids = np.append(np.concatenate([prompt_ids, response_ids]), self.tokenizer.eos_token_id).astype(np.int64)
         else:
             turns = [*prompt, {"role": "assistant", "content": answer}]
-            ids = self._encoder.chat("the conversation", turns, last=True)[-1].up_to_the_end()
+            ids = self._up_to_last_turn(turns)
         return ids if finished else ids[:-1]
+
+    def ids_of_session(self, messages: list[Message], *, finished: bool) -> np.ndarray:
+        """Token ids of a conversation with tools or an environment up to its last turn, int64 (n,), without thinking.
+
+        Raises ValueError, one line, for messages that the chat template rejects, and if there is no turn.
+        """
+        if not any(message["role"] == "assistant" for message in messages):
+            raise ValueError("the conversation has no turn of the model")
+        bare = [{name: value for name, value in message.items() if name != "reasoning_content"} for message in messages]
+        ids = self._up_to_last_turn(bare)
+        return ids if finished else ids[:-1]
+
+    def _up_to_last_turn(self, messages: list[Message]) -> np.ndarray:
+        return self._encoder.chat("the conversation", messages, last=True)[-1].up_to_the_end()
 
 
 def with_template(tokenizer: PreTrainedTokenizerBase, path: str | None) -> PreTrainedTokenizerBase:

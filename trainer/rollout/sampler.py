@@ -309,7 +309,8 @@ class Sampler:
         if self.models is not None:
             # Neither greedy responses nor validation may change the moments that normalise training scores.
             learn_from = (torch.tensor(samples) < n) & trains
-            judge = partial(self._score_by_models, self.models, scores, batch, asked, texts, learn_from, phases)
+            of_session = batch.with_rows(trajectory=torch.tensor(of_row))
+            judge = partial(self._score_by_models, self.models, scores, of_session, asked, texts, learn_from, phases)
             (scores, at_tokens), columns = (judge(), Batch(batch.lengths)) if overlap is None else overlap(batch, judge)
             # A colocated engine sleeps while the reward model works; it gets its weights again before the next generation.
             self.rollout.rest(self.models.group)
@@ -412,9 +413,24 @@ class Sampler:
         learn_from: Tensor,
         phases: Phases,
     ) -> ScoredResponses:
-        """Add the reward models' scores to the rules' scores (B); see RewardModels.add."""
+        """Add the reward models' scores to the rules' scores (B); see RewardModels.add. Of a session they read the last row."""
+        trajectories = Trajectories.of(answers)
+        last = trajectories.last.tolist()
         with phases("reward_model"):
-            return models.add(rules, answers, asked, texts, learn_from=learn_from)
+            scores, of_last = models.add(
+                [rules[i] for i in last],
+                answers.select(trajectories.last),
+                [asked[i] for i in last],
+                [texts[i] for i in last],
+                learn_from=learn_from[trajectories.last],
+            )
+        at_tokens = None
+        if of_last is not None:
+            # Rows of a session are adjacent, so the last ones are in the order of the sessions.
+            is_last = torch.zeros(len(answers), dtype=torch.bool).index_fill(0, trajectories.last, True)
+            at_tokens = torch.zeros(answers.total_tokens)
+            at_tokens[is_last.repeat_interleave(answers.lengths)] = of_last
+        return [scores[i] for i in trajectories.of_row.tolist()], at_tokens
 
 
 def token_rewards(batch: Batch, reward: Tensor) -> Tensor:

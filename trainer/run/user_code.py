@@ -63,10 +63,13 @@ def check_source(path: str, name: str, key: str) -> None:
 
 
 @cache
-def load_module(file: Path) -> ModuleType:
-    """Import the file, once per process: executing it again would register its functions twice."""
+def load_module(file: Path, package: str = "") -> ModuleType:
+    """Import the file, once per process: executing it again would register its functions twice.
+
+    package: what the file's relative imports start from.
+    """
     # The checksum of the path distinguishes two files of the same name.
-    name = f"{_PREFIX}{file.stem}_{zlib.crc32(bytes(file)):08x}"
+    name = f"{package}.{_PREFIX}{file.stem}_{zlib.crc32(bytes(file)):08x}".removeprefix(".")
     spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None and spec.loader is not None, "a .py file has a loader"
     module = importlib.util.module_from_spec(spec)
@@ -84,6 +87,6 @@ def describe(error: BaseException) -> str:
     if isinstance(error, SyntaxError):  # its message says where
         return f"SyntaxError: {error}"
     frames = list(traceback.walk_tb(error.__traceback__))
-    own = [at for at in frames if at[0].f_globals.get("__name__", "").startswith(_PREFIX)]
+    own = [at for at in frames if at[0].f_globals.get("__name__", "").rpartition(".")[2].startswith(_PREFIX)]
     frame, line = (own or frames)[-1]
     return f"{type(error).__name__}: {' '.join(str(error).split())} ({Path(frame.f_code.co_filename).name}:{line})"

@@ -77,6 +77,14 @@ def test_rejection_threshold_becomes_a_rejection_rule() -> None:
     assert correction.loss_type == "reinforce" and correction.bypass_mode
 
 
+def test_a_command_line_with_a_share_of_conversations_that_verl_ends_has_a_note() -> None:
+    _, _, notes = compose_with_notes(PROGRAM.root, PROGRAM.schema, COMMANDS["gsm8k-multiturn-0.7"].words)
+    (note,) = [note for note in notes if "over_sample_rate" in note]
+    assert note.startswith(
+        "actor_rollout_ref.rollout.over_sample_rate=0.1: results differ from verl's: every response is awaited"
+    )
+
+
 def test_at_least_80_percent_of_the_command_lines_pass() -> None:
     passing = [name for name, command in COMMANDS.items() if not command.refused]
     assert len(COMMANDS) >= 55 and len(passing) >= 0.8 * len(COMMANDS)

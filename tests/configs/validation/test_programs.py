@@ -178,6 +178,17 @@ def test_defaults_and_quick_start_have_no_errors_or_notes() -> None:
             [],
         ),
         (
+            [
+                f"{ROLLOUT}.multi_turn.enable=true",
+                f"{ROLLOUT}.multi_turn.function_tool_path=trainer/agents/native/calculator.py",
+                "reward.models={a: {path: x}, b: {urls: ['http://a']}}",
+            ],
+            [
+                "reward.models.b.urls: servers score a prompt with one response, not conversations "
+                f"({ROLLOUT}.multi_turn.enable=true); set path instead"
+            ],
+        ),
+        (
             ["async_training.clock=wall"],
             [
                 "async_training.clock=wall: with async_training.mode=null nothing is generated during an update; set "

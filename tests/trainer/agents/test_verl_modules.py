@@ -200,6 +200,37 @@ def test_an_interaction_of_verl_runs_from_a_yaml_file(tmp_path: Path) -> None:
     assert teacher._instances == {}
 
 
+NEIGHBOURS = """
+from verl.utils.reward_score import gsm8k
+from verl.utils.rollout_trace import rollout_trace_op
+
+from .base_tool import BaseTool
+from .schemas import OpenAIFunctionToolSchema, ToolResponse
+
+
+class ScoreTool(BaseTool):
+    @rollout_trace_op
+    async def execute(self, instance_id, parameters, **kwargs):
+        texts = ("#### 7", "#### 8", "7")
+        scores = [gsm8k.compute_score(text, "7", method="strict", format_score=0.1, score=2.0) for text in texts]
+        return ToolResponse(text=str(scores)), 0.0, {}
+"""
+
+
+def test_a_file_in_verls_folder_imports_its_neighbours(tmp_path: Path) -> None:
+    (tmp_path / "verl" / "tools").mkdir(parents=True)
+    (tmp_path / "own").mkdir()
+    file = write(tmp_path / "verl" / "tools", "score_tool.py", NEIGHBOURS)
+    (tool,) = load_tools(write(tmp_path, "tools.yaml", YAML.format(name=f"{file}:ScoreTool")), "tool_config_path")
+    (found,), _ = use([tool], ToolCall("a", "guess", {"guess": 1}))
+    assert found.text == "[2.0, 0.1, 0.0]"
+    elsewhere = write(tmp_path / "own", "score_tool.py", NEIGHBOURS)
+    with pytest.raises(ValueError, match="does not load: ImportError: attempted relative import"):
+        load_tools(write(tmp_path, "tools.yaml", YAML.format(name=f"{elsewhere}:ScoreTool")), "tool_config_path")
+    for name in [name for name in sys.modules if name.startswith("verl.tools.user_")]:
+        del sys.modules[name]
+
+
 def test_modules_of_verl_are_there_only_while_files_are_loaded() -> None:
     assert no_trace_of_verl()
     with verl_modules():

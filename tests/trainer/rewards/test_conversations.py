@@ -48,6 +48,25 @@ def test_template_without_ends_of_turns_gets_eos_and_its_arguments() -> None:
     assert tokenizer.decode(Conversations(tokenizer, {}).ids(ASKED, "", finished=False)) == "[s][1+1][]"
 
 
+@pytest.mark.parametrize(("finished", "end"), [(True, "<eos>"), (False, "")])
+def test_session_is_rendered_up_to_its_last_turn_without_thinking(finished: bool, end: str) -> None:
+    calls = CHAT.replace(
+        "{{ m['content'] }}", "{{ m['content'] }}{% for c in m.tool_calls or [] %}[{{ c.function.name }}]{% endfor %}"
+    )
+    encoder = Conversations(byte_tokenizer(chat_template=calls), {})
+    call = {"id": "call_0", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+    turns = [
+        {"role": "assistant", "content": "", "tool_calls": [call], "reasoning_content": "hm"},
+        {"role": "tool", "content": "2", "tool_call_id": "call_0"},
+        {"role": "assistant", "content": "2", "reasoning_content": "so"},
+        {"role": "user", "content": "thanks"},
+    ]
+    text = f"<system>s<eos>\n<user>1+1<eos>\n<assistant>[add]<eos>\n<tool>2<eos>\n<assistant>2{end}"
+    assert encoder.tokenizer.decode(encoder.ids_of_session([*ASKED, *turns], finished=finished)) == text
+    with pytest.raises(ValueError, match="no turn of the model"):
+        encoder.ids_of_session(ASKED, finished=True)
+
+
 def test_messages_that_a_template_rejects_raise() -> None:
     strict = byte_tokenizer(chat_template="{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}")
     with pytest.raises(ValueError, match="the conversation: the chat template rejects it: no system"):

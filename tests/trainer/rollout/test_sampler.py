@@ -608,6 +608,47 @@ def test_servers_receive_conversations_with_the_prompt_that_has_their_tools(monk
     assert response.ids == ids[1] and response.extra_info == {"num_turns": 2}
 
 
+class LastTokens:
+    """Reward models: the score of a row is its last token, that of a sampled token half its id."""
+
+    group = None
+
+    def add(self, rules: list[Score], answers: Batch, prompts: Any, texts: list[str], *, learn_from: torch.Tensor) -> Any:
+        self.read = ([row.tolist() for row in answers.split_rows("input_ids")], prompts, texts, learn_from.tolist())
+        ids, mask = answers.tokens["input_ids"], answers.tokens["response_mask"]
+        return [Score(row[-1], {}, None) for row in self.read[0]], ids * mask / 2
+
+
+def test_reward_models_score_the_last_row_of_a_session() -> None:
+    rows = Batch(
+        torch.tensor([2, 3, 2]),
+        {"input_ids": torch.tensor([1, 2, 3, 4, 5, 6, 7]), "response_mask": torch.tensor([0.0, 1, 0, 1, 1, 0, 1])},
+        {"trajectory": torch.tensor([4, 4, 5]), "part": torch.tensor([0, 1, 0])},
+    )
+    models, learn, rules = LastTokens(), torch.tensor([True, True, False]), [Score(0.0, {}, None)] * 3
+    args: Any = (models, rules, rows, ["a", "a", "b"], ["x", "y", "z"], learn, Phases())
+    scores, at_tokens = Sampler._score_by_models(*args)
+    assert models.read == ([[3, 4, 5], [6, 7]], ["a", "b"], ["y", "z"], [True, False])
+    assert [score.value for score in scores] == [5, 5, 7], "each row of a session has its score"
+    assert at_tokens is not None and at_tokens.tolist() == [0, 0, 0, 2, 2.5, 0, 3.5]
+
+
+def test_sessions_of_several_rows_reach_reward_models_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    sampler, models = make(["low"], groups=1, per_round=1, cap=None).sampler, LastTokens()
+    sampler.models = cast(Any, models)
+    monkeypatch.setattr(sampler, "rollout", SimpleNamespace(rest=lambda group: None))
+    monkeypatch.setattr(sampler, "_finish", lambda keys: [Score(0.0, {}, None) for _ in keys])
+    rows = Batch(
+        torch.tensor([2, 3, 2]),
+        {"input_ids": torch.tensor([1, 2, 3, 4, 5, 6, 7]), "response_mask": torch.tensor([0.0, 1, 0, 1, 1, 0, 1])},
+        {name: torch.tensor(column) for name, column in {"id": [0, 0, 1], "part": [0, 1, 0], "score_key": [8, 8, 9]}.items()},
+        {"response": ["x", "y", "z"]},
+    )
+    asked = [Prompt(0, (0,), "", "mine", "2", {}, [])] * 2
+    scored = sampler.finish_scoring(rows, asked, [0, 1], Phases(), n=2, step=1, trains=True, overlap=None)
+    assert models.read[0] == [[3, 4, 5], [6, 7]] and scored.rows["score"].tolist() == [5, 5, 7]
+
+
 @given(st.lists(st.tuples(st.integers(1, 5), st.integers(0, 6), st.booleans()), min_size=1, max_size=9))
 def test_join_and_decode_equal_row_by_row_construction(shapes: list[tuple[int, int, bool]]) -> None:
     """Compared with concatenating and decoding each row."""

@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from trainer.run.user_code import check_source, describe, load_function
+from trainer.run.user_code import check_source, describe, load_function, load_module
 
 FILE = """
 def mine(x):
@@ -71,3 +71,13 @@ def test_function_is_checked_without_executing_the_file(tmp_path: Path, text: st
 def test_imported_function_is_accepted(tmp_path: Path) -> None:
     (tmp_path / "my.py").write_text("from mine import *\n")
     check_source(str(tmp_path / "my.py"), "compute_score", "some.key")
+
+
+def test_error_in_a_file_of_a_package_names_the_files_own_line(tmp_path: Path) -> None:
+    file = tmp_path / "neighbour.py"
+    file.write_text("import json\n\n\ndef read(text):\n    return json.loads(text)\n")
+    module = load_module(file, "some.package")
+    assert module.__package__ == "some.package"
+    with pytest.raises(ValueError) as caught:
+        module.read("{")
+    assert describe(caught.value).endswith("(neighbour.py:5)")

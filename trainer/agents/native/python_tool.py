@@ -77,3 +77,17 @@ class PythonTool(BaseTool):
         """End the idle servers now instead of at the exit of this process."""
         while not self._idle.empty():
             self._idle.get().close()
+
+
+class SandboxFusionTool(PythonTool):
+    """verl's tool of this name, with the sandbox instead of a service.
+
+    config: default_timeout (30 seconds of CPU time) and memory_limit_mb (1024), as in verl, or the keys of PythonTool.
+    """
+
+    def __init__(self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None) -> None:
+        """Raises ValueError for another language than Python."""
+        if (language := config.get("default_language", "python")) != "python":
+            raise ValueError(f"config.default_language={language}: the sandbox runs Python only")
+        limits = {"cpu_seconds": config.get("default_timeout", 30), "memory_mb": config.get("memory_limit_mb", 1024)}
+        super().__init__(limits | config, tool_schema)

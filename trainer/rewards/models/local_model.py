@@ -69,9 +69,15 @@ class LocalModel:
         if self.conversations is None:
             return list(answers.split_rows("input_ids"))
         found: list[Tensor | str] = []
-        for prompt, text, finished in zip(prompts, texts, answers.rows["finished"].bool().tolist(), strict=True):
+        finished = answers.rows["finished"].bool().tolist()
+        sessions = answers.objects.get("session", [None] * len(answers))
+        for prompt, text, done, session in zip(prompts, texts, finished, sessions, strict=True):
             try:
-                found.append(torch.from_numpy(self.conversations.ids(prompt.messages, text, finished=finished)))
+                if session is not None:
+                    ids = self.conversations.ids_of_session(session["messages"], finished=done)
+                else:
+                    ids = self.conversations.ids(prompt.messages, text, finished=done)
+                found.append(torch.from_numpy(ids))
             except ValueError as error:
                 found.append(str(error))
         return found

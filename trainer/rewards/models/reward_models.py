@@ -101,9 +101,11 @@ class RewardModels:
         return scores, None if at_tokens is None else at_tokens.float()
 
     def _of_rule(self, score: Score) -> Score:
-        if score.value is None or not self.asks_rules:
+        if score.value is None:
             return score
-        return replace(score, value=self.rule_weight * score.value, extra={"acc": score.value} | score.extra)
+        # Without a rule the score is 0, or the reward of an environment.
+        extra = {"acc": score.value} | score.extra if self.asks_rules else score.extra
+        return replace(score, value=self.rule_weight * score.value, extra=extra)
 
     def _normalised(self, model: RewardModel, raw: Sequence[Score], learn_from: Tensor) -> list[float]:
         """Normalised values, NaN for failed scores; updates running moments."""

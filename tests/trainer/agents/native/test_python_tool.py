@@ -3,12 +3,14 @@
 import asyncio
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from tests.trainer.agents.tool_sessions import use
-from trainer.agents.native.python_tool import PythonTool
+from trainer.agents.native.python_tool import PythonTool, SandboxFusionTool
 from trainer.agents.tools import StatefulTool
+from trainer.agents.verl_modules import load_tools
 
 
 @pytest.fixture(scope="module")
@@ -64,3 +66,31 @@ def test_a_program_whose_call_is_over_is_not_run(monkeypatch: pytest.MonkeyPatch
     assert ended.wait(60) and base._idle.empty(), "no server was started"
     with pytest.raises(ValueError, match=r"config\.processes=0: at least 1"):
         PythonTool({"processes": 0}, None)
+
+
+SANDBOX = """
+tools:
+  - class_name: verl.tools.sandbox_fusion_tools.SandboxFusionTool
+    config: {sandbox_fusion_url: "http://localhost:1/run", num_workers: 128, default_timeout: 1, default_language: LANGUAGE}
+    tool_schema:
+      type: function
+      function:
+        name: code_interpreter
+        description: Run code.
+        parameters: {type: object, properties: {code: {type: string, description: The code.}}, required: [code]}
+"""
+
+
+def test_verls_class_of_a_sandbox_service_runs_programs_in_the_sandbox(tmp_path: Path) -> None:
+    (tmp_path / "tools.yaml").write_text(SANDBOX.replace("LANGUAGE", "python"))
+    (tool,) = load_tools(str(tmp_path / "tools.yaml"), "tool_config_path")
+    assert isinstance(tool, StatefulTool) and isinstance(tool.base, SandboxFusionTool) and tool.name == "code_interpreter"
+    found, _ = use(tool, {"code": "print(6 * 7)"}, {"code": "while True: pass"})
+    assert found[0].text == "42\n" and found[1].text.startswith("[the program ")
+    tool.base.close()
+
+
+def test_other_languages_than_python_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "tools.yaml").write_text(SANDBOX.replace("LANGUAGE", "cpp"))
+    with pytest.raises(ValueError, match="default_language=cpp: the sandbox runs Python only"):
+        load_tools(str(tmp_path / "tools.yaml"), "tool_config_path")

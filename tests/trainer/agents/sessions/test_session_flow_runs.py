@@ -3,6 +3,7 @@
 A parser of the task's own makes a call of almost every response, so that conversations have several turns without training.
 """
 
+import json
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from torch import Tensor
 
 import trainer.rollout.remote_rollout as remote_rollout
 from data_preprocess import calculator, tiny_model
+from tests.reward_models import make_reward_model, plain_scores
 from tests.runs import repeatable, run_ppo
 from tests.threads import use_threads
 from tests.workers.rollout.vllm_workers import CPU_BUILD
@@ -64,8 +66,17 @@ MODES = {
     "synchronous": (),
     "filter_groups": ("algorithm.filter_groups.enable=true", "algorithm.filter_groups.metric=seq_reward"),
     "partial": (*CORRECTED, "async_training.mode=partial", "async_training.max_age=2"),
+    "one_step_off": (*AHEAD[:-2], "async_training.mode=one_step_off"),
     "async": AHEAD,
 }  # fmt: skip
+
+
+SIZES = ("--tools", "--alphabet=0123456789+", "--num_attention_heads=3", "--num_key_value_heads=1")
+LORA = (
+    "actor_rollout_ref.model.lora_rank=4",
+    "actor_rollout_ref.actor.optim.lr=1e-2",
+    "actor_rollout_ref.actor.use_kl_loss=true",
+)
 
 
 @pytest.fixture(scope="module")
@@ -73,15 +84,9 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """With heads of size 32: vLLM has no smaller ones on CPU."""
     folder = tmp_path_factory.mktemp("calculator")
     calculator.main([f"--local_save_dir={folder}", "--train_size=16", "--test_size=4", "--sft_size=0"])
-    tiny_model.main(
-        [
-            f"--save_dir={folder / 'base'}",
-            "--tools",
-            "--alphabet=0123456789+",
-            "--num_attention_heads=3",
-            "--num_key_value_heads=1",
-        ]
-    )
+    tiny_model.main([f"--save_dir={folder / 'base'}", *SIZES])
+    make_reward_model(folder / "judge", seed=1, made=SIZES)
+    make_reward_model(folder / "other", seed=2, own_words=True)
     (folder / "reward.py").write_text(REWARD)
     (folder / "parser.py").write_text(PARSER)
     (folder / "environment.py").write_text(ENVIRONMENT)
@@ -134,7 +139,7 @@ def test_turns_are_trained_as_they_were_sampled(task: Path, tmp_path: Path) -> N
         ("filter_groups", ()),
         ("partial", ()),
         ("async", ()),
-        pytest.param("synchronous", (), marks=pytest.mark.soak),
+        *(pytest.param(mode, (), marks=pytest.mark.soak) for mode in ("synchronous", "one_step_off")),
         *(
             pytest.param(mode, ("rollout=vllm", "actor_rollout_ref.rollout.tensor_model_parallel_size=1"), marks=marks)
             for mode, marks in (("partial", CPU_BUILD), ("synchronous", [CPU_BUILD, pytest.mark.soak]))
@@ -144,7 +149,7 @@ def test_turns_are_trained_as_they_were_sampled(task: Path, tmp_path: Path) -> N
 def test_run_resumes_bitwise_in_mid_conversation(
     mode: str, engine: tuple[str, ...], task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if mode == "async":
+    if mode in ("one_step_off", "async"):
         use_threads(monkeypatch)
     overrides = (*MODES[mode], *engine)
     whole = run(task, tmp_path / "whole", *overrides)
@@ -158,6 +163,54 @@ def test_run_resumes_bitwise_in_mid_conversation(
         assert any(len(of_step[of_step >= 0].unique()) > 1 for of_step in versions), "conversations over several steps"
         gaps = [step.get("training/rollout_log_probs_diff_max", 0.0) for step in whole]
         assert max(gaps) < 1e-5, "of tokens that the present weights sampled"
+
+
+def test_lora_trains_conversations_exactly_and_resumes(task: Path, tmp_path: Path) -> None:
+    """The engine has the adapter's weights in step 2, in which log-probs are equal again. Validation has conversations too."""
+    lora = ("actor_rollout_ref.model.lora_rank=4", "actor_rollout_ref.actor.optim.lr=1e-2", "trainer.total_training_steps=2")
+    val = "actor_rollout_ref.rollout.val_kwargs"
+    lora += ("trainer.test_freq=2", f"{val}.do_sample=true", f"{val}.temperature=1.0")
+    whole = run(task, tmp_path / "whole", *lora)
+    shown = [json.loads(line) for line in (tmp_path / "whole" / "run" / "samples.jsonl").read_text().splitlines()]
+    assert max(sample["score"] for sample in shown) > 4 + 2, "more turns than one"
+    assert max(step["training/rollout_log_probs_diff_max"] for step in whole) < 1e-5 and whole[0]["agents/turns/max"] == 3
+    first, second = (dump(tmp_path / "whole", step)["tokens.weight_version"].max() for step in (1, 2))
+    assert first < second and whole[0]["actor/grad_norm"] > 0
+    path = ("trainer.resume_mode=resume_path", f"trainer.resume_from_path={tmp_path / 'whole' / 'run' / 'global_step_1'}")
+    assert repeatable(run(task, tmp_path / "resumed", *lora, *path)) == repeatable(whole[1:])
+
+
+NO_RULE = ("reward.custom_reward_function.path=null", "reward.scorer=none")
+APART = (
+    "trainer.backend=ray", "trainer.n_gpus_per_node=2", "placement=custom", "placement.roles.reward=judges",
+    *(f"placement.pools.{pool}={{nodes: 1, gpus: 1, fraction: 1.0}}" for pool in ("main", "judges")),
+    *(f"placement.roles.{role}=main" for role in ("actor", "ref", "critic", "rollout")),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("places", [(), APART], ids=["colocated", "apart"])
+def test_reward_model_scores_the_rows_of_conversations(
+    places: tuple[str, ...], task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Compared with transformers alone: the model reads the tokens that were sampled and observed."""
+    if places:
+        use_threads(monkeypatch)
+    steps = run(task, tmp_path, *NO_RULE, *places, f"reward.models.judge.path={task / 'judge'}", "trainer.total_training_steps=2")
+    for step in (1, 2):
+        rows = dump(tmp_path, step)
+        ids = [row.long() for row in rows["tokens.input_ids"].split(rows["lengths"].tolist())]
+        assert torch.allclose(rows["rows.score"], plain_scores(str(task / "judge"), ids), atol=1e-4)
+    assert max(step["training/rollout_log_probs_diff_max"] for step in steps) < 1e-5 and steps[0]["agents/turns/max"] == 3
+
+
+def test_reward_model_with_its_own_words_scores_the_messages_of_an_environment(task: Path, tmp_path: Path) -> None:
+    """The environment's reward has the weight of a rule."""
+    environment = (f"{MULTI_TURN}.environment={task / 'environment.py'}:Count", "reward.weight=0", *NO_RULE)
+    own = ("trainer.total_training_steps=2", f"reward.models.other.path={task / 'other'}")
+    steps = run_ppo(task, tmp_path / "run", *RUN, *environment, *own, f"trainer.rollout_data_dir={tmp_path / 'rollouts'}")
+    scores = dump(tmp_path, 1)["rows.score"]
+    assert steps[0]["reward/failed"] == 0 and len(scores.unique()) > 4
+    assert abs(float(scores.mean()) - steps[0]["reward/other/mean"]) < 1e-5, "the model alone"
 
 
 @pytest.mark.parametrize("name", ["Count", "Forgetful"])

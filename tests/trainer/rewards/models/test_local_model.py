@@ -72,6 +72,17 @@ def test_other_tokenizer_encodes_conversations_and_reports_failures() -> None:
     )
 
 
+def test_other_tokenizer_encodes_the_messages_of_a_session() -> None:
+    model, engine = local(Conversations(TOKENIZER, {}))
+    asked = [{"role": "user", "content": "1+1"}]
+    more = [{"role": "assistant", "content": "3"}, {"role": "user", "content": "no"}, {"role": "assistant", "content": "2"}]
+    batch = answers([3, 4], [3, 4])
+    batch.objects["session"] = [{"messages": asked + more}, {"messages": asked}]
+    scores, _ = model.score(batch, [prompt(asked)] * 2, ["text", "text"])
+    assert [TOKENIZER.decode(row) for row in engine.asked[0].split_rows("input_ids")] == ["1+13no2<eos>"]
+    assert scores[0].value is not None and scores[1].error == "the conversation has no turn of the model"
+
+
 @pytest.mark.parametrize(("how", "read"), [("left", [5, 6, 8]), ("right", [3, 4, 5])])
 def test_longer_rows_are_truncated_and_counted(how: str, read: list[int]) -> None:
     model, engine = local(longest=3, truncation=how)

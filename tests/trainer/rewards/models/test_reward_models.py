@@ -62,6 +62,11 @@ def test_score_without_rules_has_no_acc() -> None:
     assert [(score.value, score.extra) for score in scores] == [(2.0, {"a": 2.0}), (-4.0, {"a": -4.0})]
 
 
+def test_reward_of_an_environment_has_the_weight_of_a_rule() -> None:
+    scores, _ = add([model(2.0, -4.0)], [Score(3.0, {}, None)] * 2, rules_asked=False, weight=0.5)
+    assert [(score.value, score.extra) for score in scores] == [(3.5, {"a": 2.0}), (-2.5, {"a": -4.0})]
+
+
 def test_running_moments_record_training_responses_only() -> None:
     moments = RunningMoments()
     scores, _ = add([model(2.0, 6.0, moments=moments)], [Score(0.0, {}, None)] * 2)
