@@ -1,0 +1,265 @@
+"""Programs of the user: what they were served is what is trained, in any order of their calls, and after any restart."""
+
+import asyncio
+import copy
+import json
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.trainer.agents.sessions.scripted import call, facts, sampled, setup, task
+from trainer.agents.isolation import SessionLoop
+from trainer.agents.sessions.agent_loop import AgentKit, AgentSession, AgentSetup, SessionRefused
+from trainer.agents.sessions.program import JournalDiffers, ProgramRunner
+from trainer.agents.sessions.protocol import Finished, Journal, SampledTurn, Wanted
+
+PROGRAM = '''
+import asyncio, json, random, threading, time
+from openai import AsyncOpenAI, OpenAI, APIStatusError
+
+SERVED = {}
+ASKED = {}
+ERRORS = {}
+ADD = {"type": "function", "function": {"name": "add", "description": "Add.", "parameters": {
+    "type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}}}
+
+
+async def converse(base_url, api_key, task):
+    """Random conversations: turns, tools, branches, edits, several calls at the same time, in an order that is never the same."""
+    numbers, hurry = random.Random(task.id), random.Random()
+    served = SERVED[task.id] = []
+    async with AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
+        async def ask(messages, n):
+            await asyncio.sleep(hurry.random() / 500)
+            reply = await client.chat.completions.create(
+                model="policy", messages=messages, n=n, tools=[ADD], logprobs=True, extra_body={"return_token_ids": True}
+            )
+            for choice in reply.choices:
+                served.append((reply.prompt_token_ids, choice.token_ids, [one.logprob for one in choice.logprobs.content]))
+            return [choice.message for choice in reply.choices]
+
+        open_ones = [[{"role": "user", "content": f"ab {task.id}"}]]
+        for _ in range(numbers.randint(1, 3)):
+            # Different ones: which of two equal calls is the first depends on their arrival.
+            chosen = numbers.sample(open_ones, min(len(open_ones), numbers.randint(1, 3)))
+            found = await asyncio.gather(*(ask(messages, numbers.choice([1, 1, 2])) for messages in chosen))
+            for messages, replies in zip(chosen, found):
+                for reply in replies:
+                    turn = {"role": "assistant", "content": reply.content}
+                    if reply.tool_calls:
+                        turn["tool_calls"] = [one.model_dump() for one in reply.tool_calls]
+                    after = [{"role": "tool", "tool_call_id": one.id, "content": f"{len(open_ones)}"}
+                             for one in reply.tool_calls or ()]
+                    kind = numbers.choice(["continue", "continue", "edit", "drop"])
+                    if kind == "edit" and not reply.tool_calls:
+                        turn["content"] = "ba " + (reply.content or "")
+                    if kind != "drop":
+                        open_ones.append([*messages, turn, *(after or [{"role": "user", "content": f"ab {len(open_ones)}"}])])
+    return float(len(served))
+
+
+def line(base_url, api_key, task):
+    """Three calls one after the other; what it asks depends on a table of this module."""
+    client = OpenAI(base_url=base_url, api_key=api_key, max_retries=0)
+    messages = [*task.prompt]
+    for number in range(3):
+        messages.append({"role": "user", "content": ASKED.get((task.id, number), "ab")})
+        try:
+            reply = client.chat.completions.create(model="policy", messages=messages, stop="ZZ" if task.id == 77 else None)
+        except APIStatusError as error:
+            ERRORS[task.id] = error.status_code, error.message
+            raise
+        messages.append({"role": "assistant", "content": reply.choices[0].message.content})
+
+
+def unlike(base_url, api_key, task):
+    if task.id == 1:
+        raise KeyError("of the program")
+    if task.id == 2:
+        return float("nan")
+    if task.id == 3:
+        threading.Event().wait()
+    if task.id == 4:
+        return 0.5  # without a call
+    client = OpenAI(base_url=base_url, api_key="another key" if task.id == 5 else api_key, max_retries=0)
+    client.chat.completions.create(model="policy", messages=[{"role": "user", "content": "ab " * (9000 if task.id == 6 else 1)}])
+'''
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("program")
+    (folder / "program.py").write_text(PROGRAM)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def given(folder: Path) -> AgentSetup:
+    return setup(folder)
+
+
+def names_of(runner: ProgramRunner) -> dict[str, Any]:
+    """The module of the program."""
+    program: Any = runner._program
+    return dict(program.__globals__)
+
+
+def model(wanted: Wanted) -> SampledTurn:
+    """A turn that depends on the call alone."""
+    numbers = Random(f"{wanted.key} {wanted.ordinal}")
+    text = numbers.choice(["ab", "ba ab", call("add", a=numbers.randint(0, 9)), "a ZZ b"])
+    return sampled(wanted, text)
+
+
+def run(
+    runner: ProgramRunner,
+    kit: AgentKit,
+    journals: Iterable[Journal],
+    *,
+    most: int | None = None,
+    model: Callable[[Wanted], SampledTurn] = model,
+) -> dict[int, Finished | Wanted | Exception]:
+    """Run sessions together until each has finished, wants more turns than ``most``, or failed; the journals grow."""
+
+    async def one(journal: Journal) -> Finished | Wanted | Exception:
+        wanted, loop = asyncio.Queue[Wanted](), SessionLoop()
+        session = AgentSession(copy.deepcopy(journal), kit, loop, wanted.put_nowait)
+        running = asyncio.create_task(session.run(runner.run))
+        try:
+            while True:
+                asked = asyncio.create_task(wanted.get())
+                await asyncio.wait({running, asked}, return_when=asyncio.FIRST_COMPLETED)
+                if not asked.done():
+                    asked.cancel()
+                    error = running.exception()
+                    return (
+                        running.result() if error is None else error if isinstance(error, Exception) else pytest.fail(str(error))
+                    )
+                answer = asked.result()
+                if most is not None and len(journal.turns) >= most:
+                    journal.waits = answer.key, answer.ordinal
+                    return answer
+                journal.turns.append(model(answer))
+                session.give(journal.turns[-1])
+        finally:
+            running.cancel()
+            await asyncio.wait({running})
+            loop.close()
+
+    async def main() -> dict[int, Finished | Wanted | Exception]:
+        given = [*journals]
+        async with runner.serving():
+            found = await asyncio.gather(*map(one, given))
+        return {journal.task.id: answer for journal, answer in zip(given, found, strict=True)}
+
+    return asyncio.run(main())
+
+
+def finished(answer: Any) -> Finished:
+    assert isinstance(answer, Finished), answer
+    return answer
+
+
+def test_trained_ids_are_those_that_were_served(folder: Path, given: AgentSetup) -> None:
+    """300 random sessions with branches, edits, n of 2 and calls at the same time; each sampled token is trained once."""
+    runner, kit = ProgramRunner(f"{folder}/program.py:converse"), AgentKit(given)
+    found = run(runner, kit, [Journal(task(id)) for id in range(300)])
+    n_rows = n_served = 0
+    for id, answer in found.items():
+        end = finished(answer)
+        served = names_of(runner)["SERVED"][id]
+        assert "error" not in end.extra and end.reward == len(served), end.extra
+        rows = [(part.input_ids.tolist(), part.response_mask, part.rollout_log_probs) for part in end.parts]
+        for prompt, ids, log_probs in served:
+            whole = [*prompt, *ids]
+            containing = [
+                (mask[len(prompt) : len(whole)], values[len(prompt) : len(whole)])
+                for row, mask, values in rows
+                if row[: len(whole)] == whole
+            ]
+            assert containing, "what was served is the beginning of a row"
+            assert any(
+                mask.all() and np.array_equal(values, np.array(log_probs, dtype=np.float32)) for mask, values in containing
+            ), "trained in one of them, with its log-probs"
+        assert sum(int(mask.sum()) for _, mask, _ in rows) == sum(len(ids) for _, ids, _ in served), "and in no other"
+        n_rows, n_served = n_rows + len(rows), n_served + len(served)
+    assert n_served > 900 and n_rows > 500
+
+
+def test_order_of_calls_changes_nothing(folder: Path, given: AgentSetup) -> None:
+    runner, kit = ProgramRunner(f"{folder}/program.py:converse"), AgentKit(given)
+    first, second = (run(runner, kit, [Journal(task(id)) for id in range(24)]) for _ in range(2))
+    assert [facts(finished(answer)) for answer in first.values()] == [facts(finished(answer)) for answer in second.values()]
+
+
+@pytest.mark.parametrize("turns", [0, 1, 2, 3])
+def test_a_program_that_runs_again_continues_from_its_journal(turns: int, folder: Path, given: AgentSetup) -> None:
+    runner, kit = ProgramRunner(f"{folder}/program.py:converse"), AgentKit(given)
+    whole = run(runner, kit, [Journal(task(id)) for id in range(16)])
+    journals = [Journal(task(id)) for id in range(16)]
+    stopped = run(runner, kit, journals, most=turns)
+    again = [journal for journal in journals if isinstance(stopped[journal.task.id], Wanted)]
+    assert len(again) >= 4 and {len(journal.turns) for journal in again} == {turns}
+    n_before = {journal.task.id: len(journal.turns) for journal in again}
+    found = run(runner, kit, again)
+    for journal in again:
+        id = journal.task.id
+        assert facts(finished(found[id])) == facts(finished(whole[id])) and len(journal.turns) > n_before[id]
+
+
+def test_a_program_whose_calls_differ_from_its_journal_is_found(folder: Path) -> None:
+    runner, kit = ProgramRunner(f"{folder}/program.py:line"), AgentKit(setup(folder, tool_timeout=3.0))
+    asked = names_of(runner)["ASKED"]
+    journals = [Journal(task(id)) for id in range(3)]
+    run(runner, kit, journals, most=2)
+    asked[0, 1] = "ba"  # a call of the journal
+    asked[1, 2] = "ba"  # the call that waits
+    found = run(runner, kit, journals, most=2)
+    assert isinstance(found[0], JournalDiffers) and isinstance(found[1], JournalDiffers)
+    assert isinstance(found[2], Wanted)
+    asked[4, 0] = "ba"
+    other = Journal(task(4), journals[2].turns[:1])
+    assert isinstance(run(runner, kit, [other])[4], JournalDiffers), "no call of it is in the journal"
+
+
+def test_programs_that_fail_end_their_session_with_a_reason(folder: Path) -> None:
+    runner, kit = ProgramRunner(f"{folder}/program.py:unlike"), AgentKit(setup(folder, tool_timeout=4.0))
+    found = {id: finished(answer) for id, answer in run(runner, kit, [Journal(task(id)) for id in range(1, 8)]).items()}
+    reasons = {id: end.extra.get("error") for id, end in found.items()}
+    assert "KeyError" in reasons[1] and "not a finite number" in reasons[2]
+    assert reasons[3] == "the program made no call for 4 s"
+    assert reasons[4] is None and found[4].reward == 0.5 and not found[4].parts[0].response_mask.any()
+    assert "401" in reasons[5] and "key" in reasons[5]
+    assert "400" in reasons[6] and "maximum model length is 8000" in reasons[6]
+    assert reasons[7] is None and found[7].finished and found[7].reward is None
+
+
+def test_a_stop_text_ends_a_turn_at_its_token(folder: Path, given: AgentSetup) -> None:
+    runner, kit = ProgramRunner(f"{folder}/program.py:line"), AgentKit(given)
+    journal = Journal(task(77))
+    end = finished(run(runner, kit, [journal], model=lambda wanted: sampled(wanted, "a ZZ b"))[77])
+    cut = [turn for turn in journal.turns if "ZZ" in kit.seams.text(turn.token_ids.tolist())]
+    texts = [message["content"] for message in end.messages if message["role"] == "assistant"]
+    assert len(cut) == 3 and texts[-1] == "a "
+    trained = sum(int(part.response_mask.sum()) for part in end.parts)
+    assert trained < sum(len(turn.token_ids) for turn in journal.turns), "what follows the text is not trained"
+    assert end.metrics["breaks/truncated"] >= 1, "a turn without its stop token is not continued by its tokens"
+
+
+def test_more_calls_than_turns_are_refused(folder: Path) -> None:
+    limited = setup(folder, max_assistant_turns=2)
+    runner = ProgramRunner(f"{folder}/program.py:line")
+    end = finished(run(runner, AgentKit(limited), [Journal(task(9))])[9])
+    assert names_of(runner)["ERRORS"][9][0] == 400 and "has made its 2 calls" in end.extra["error"]
+    assert end.metrics["turns"] == 2 and len(end.parts) == 1
+
+
+def test_refused_breaks_are_an_error_of_the_run(folder: Path) -> None:
+    runner = ProgramRunner(f"{folder}/program.py:converse")
+    found = run(runner, AgentKit(setup(folder, on_break="refuse")), [Journal(task(id)) for id in range(24)])
+    assert any(isinstance(answer, SessionRefused) and "on_break=refuse" in str(answer) for answer in found.values())
+    assert json.dumps([str(answer) for answer in found.values() if isinstance(answer, Exception)])
