@@ -40,8 +40,9 @@ def agent_problems(config: PPOConfig) -> Iterator[str]:
         if program is not None:
             yield f"{AGENT}.program={program}: it is used with {KEY}.enable=true only; set it, or leave it out"
         return
-    if program is not None and (own := [*(name for name, value in sources.items() if value is not None)]):
-        yield f"{AGENT}.program={program}: a program has its own tools and messages; leave {', '.join(own)} out"
+    given = [name for name, value in sources.items() if value is not None]
+    if program is not None and given:
+        yield f"{AGENT}.program={program}: a program has its own tools and messages; leave {', '.join(given)} out"
     if program is not None and loop is not None:
         yield f"{AGENT}.program={program}: it is run in place of {AGENT}.default_agent_loop={loop}; leave one out"
     others = [name for name, value in sources.items() if value is not None and name != "environment"]

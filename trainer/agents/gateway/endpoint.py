@@ -1,4 +1,4 @@
-"""Endpoint of an agent process: programs call the policy here as they call any server of a model, with OpenAI's or Anthropic's SDK.
+"""Endpoint of an agent process: programs call the policy here, with the SDK of OpenAI or Anthropic, as they call any server.
 
 It listens on the loopback interface. The API key of a request names the session that it belongs to, so that unmodified clients,
 whatever they send, reach their own session and no other.

@@ -14,13 +14,15 @@ import pytest
 from tests.trainer.agents.sessions.scripted import call, facts, sampled, setup, task
 from trainer.agents.isolation import SessionLoop
 from trainer.agents.sessions.agent_loop import AgentKit, AgentSession, AgentSetup, SessionRefused
+from trainer.agents.sessions.pool import AgentPool
 from trainer.agents.sessions.program import JournalDiffers, ProgramRunner
 from trainer.agents.sessions.protocol import Finished, Journal, SampledTurn, Wanted
 
 PROGRAM = '''
-import asyncio, json, random, threading, time
+import asyncio, json, os, random, threading, time
 from openai import AsyncOpenAI, OpenAI, APIStatusError
 
+FOLDER = os.path.dirname(__file__)
 SERVED = {}
 ASKED = {}
 ERRORS = {}
@@ -74,6 +76,19 @@ def line(base_url, api_key, task):
             ERRORS[task.id] = error.status_code, error.message
             raise
         messages.append({"role": "assistant", "content": reply.choices[0].message.content})
+
+
+def moody(base_url, api_key, task):
+    """Two calls; the first one is another one when it runs again, and session 1 ends its process in between, once."""
+    client = OpenAI(base_url=base_url, api_key=api_key, max_retries=0)
+    seen = os.path.exists(f"{FOLDER}/{task.id}")
+    open(f"{FOLDER}/{task.id}", "w").close()
+    for text in ("ab" if task.id < 3 or not seen else "ba", "b"):
+        if not client.chat.completions.create(model="policy", messages=[{"role": "user", "content": text}]).choices:
+            raise ValueError("no choice")
+        if task.id == 1 and not seen:
+            os._exit(7)
+    return 1.0 + seen
 
 
 def unlike(base_url, api_key, task):
@@ -164,10 +179,11 @@ def finished(answer: Any) -> Finished:
     return answer
 
 
-def test_trained_ids_are_those_that_were_served(folder: Path, given: AgentSetup) -> None:
-    """300 random sessions with branches, edits, n of 2 and calls at the same time; each sampled token is trained once."""
+@pytest.mark.parametrize("n", [60, pytest.param(300, marks=pytest.mark.soak)])
+def test_trained_ids_are_those_that_were_served(n: int, folder: Path, given: AgentSetup) -> None:
+    """Random sessions with branches, edits, n of 2 and calls at the same time; each sampled token is trained once."""
     runner, kit = ProgramRunner(f"{folder}/program.py:converse"), AgentKit(given)
-    found = run(runner, kit, [Journal(task(id)) for id in range(300)])
+    found = run(runner, kit, [Journal(task(id)) for id in range(n)])
     n_rows = n_served = 0
     for id, answer in found.items():
         end = finished(answer)
@@ -187,7 +203,7 @@ def test_trained_ids_are_those_that_were_served(folder: Path, given: AgentSetup)
             ), "trained in one of them, with its log-probs"
         assert sum(int(mask.sum()) for _, mask, _ in rows) == sum(len(ids) for _, ids, _ in served), "and in no other"
         n_rows, n_served = n_rows + len(rows), n_served + len(served)
-    assert n_served > 900 and n_rows > 500
+    assert n_served > 3 * n and n_rows > 1.5 * n
 
 
 def test_order_of_calls_changes_nothing(folder: Path, given: AgentSetup) -> None:
@@ -263,3 +279,33 @@ def test_refused_breaks_are_an_error_of_the_run(folder: Path) -> None:
     found = run(runner, AgentKit(setup(folder, on_break="refuse")), [Journal(task(id)) for id in range(24)])
     assert any(isinstance(answer, SessionRefused) and "on_break=refuse" in str(answer) for answer in found.values())
     assert json.dumps([str(answer) for answer in found.values() if isinstance(answer, Exception)])
+
+
+def test_processes_that_die_are_replaced_and_changed_programs_begin_anew(folder: Path) -> None:
+    """A program that ends its process, one that was waiting for an engine, and one that makes another call when it runs again."""
+    with AgentPool(setup(folder, program=f"{folder}/program.py:moody", tool_timeout=3.0)) as pool:
+        pool.start([task(id) for id in (0, 1, 3)])
+        wanted = {answer.id: answer for answer in pool.collect([0, 1, 3]) if isinstance(answer, Wanted)}
+        assert wanted.keys() == {0, 1, 3} and not any(answer.restarted for answer in wanted.values())
+        pool.reply({1: model(wanted[1])})  # it ends the process; the others wait for engines
+        (second,) = pool.collect([1])
+        assert isinstance(second, Wanted) and not second.restarted and pool.deaths == 1
+        pool.reply({0: model(wanted[0]), 1: model(second), 3: model(wanted[3])})
+        zero, one, three = pool.collect([0, 1, 3])
+        assert isinstance(zero, Wanted) and not zero.restarted
+        assert isinstance(one, Finished) and one.reward == 2.0 and one.metrics["turns"] == 2
+        assert isinstance(three, Wanted) and three.restarted and three.key != wanted[3].key
+        assert pool.journal(3).turns == [], "the turn that an engine has sampled is of a call that is no longer made"
+        pool.reply({0: model(zero), 3: model(three)})
+        zero, three = pool.collect([0, 3])
+        assert isinstance(zero, Finished) and zero.metrics["turns"] == 2
+        assert isinstance(three, Wanted) and not three.restarted
+        pool.reply({3: model(three)})
+        (three,) = pool.collect([3])
+        assert isinstance(three, Finished) and three.metrics["turns"] == 2 and three.reward == 2.0
+
+
+def test_a_file_without_the_function_is_an_error_in_one_line(folder: Path) -> None:
+    with AgentPool(setup(folder, program=f"{folder}/program.py:nothing")) as pool:
+        with pytest.raises(ValueError, match=r"agent\.program=.*: program.py has no function nothing; it has"):
+            pool.wait_ready()
