@@ -24,7 +24,7 @@ import numpy as np
 
 from trainer.agents.isolation import SessionLoop, UserCodeError
 from trainer.agents.sessions.agent_loop import AgentKit, AgentSession, AgentSetup, SessionRefused
-from trainer.agents.sessions.program import JournalDiffers, ProgramRunner
+from trainer.agents.sessions.agent_program import JournalDiffers, ProgramRunner
 from trainer.agents.sessions.protocol import Finished, Journal, Wanted
 from workers.controller.environment import limit_memory
 from workers.controller.stacks import enable_stack_reports

@@ -15,11 +15,12 @@ from tests.trainer.agents.sessions.scripted import call, facts, sampled, setup, 
 from trainer.agents.isolation import SessionLoop
 from trainer.agents.sessions.agent_loop import AgentKit, AgentSession, AgentSetup, SessionRefused
 from trainer.agents.sessions.pool import AgentPool
-from trainer.agents.sessions.program import JournalDiffers, ProgramRunner
+from trainer.agents.sessions.agent_program import JournalDiffers, ProgramRunner
 from trainer.agents.sessions.protocol import Finished, Journal, SampledTurn, Wanted
 
 PROGRAM = '''
 import asyncio, json, os, random, threading, time
+from urllib.request import Request, urlopen
 from openai import AsyncOpenAI, OpenAI, APIStatusError
 
 FOLDER = os.path.dirname(__file__)
@@ -89,6 +90,17 @@ def moody(base_url, api_key, task):
         if task.id == 1 and not seen:
             os._exit(7)
     return 1.0 + seen
+
+
+def plain(base_url, api_key, task):
+    """Two calls without an SDK."""
+    messages = [*task.prompt]
+    for _ in range(2):
+        body = json.dumps({"model": "policy", "messages": messages}).encode()
+        headers = {"Authorization": f"Bearer {api_key}", "Content-Type": "application/json"}
+        with urlopen(Request(f"{base_url}/v1/chat/completions", body, headers)) as reply:
+            messages += [json.load(reply)["choices"][0]["message"], {"role": "user", "content": "ab"}]
+    return 1.0
 
 
 def unlike(base_url, api_key, task):
@@ -305,7 +317,20 @@ def test_processes_that_die_are_replaced_and_changed_programs_begin_anew(folder:
         assert isinstance(three, Finished) and three.metrics["turns"] == 2 and three.reward == 2.0
 
 
+@pytest.mark.parametrize("n", [100, pytest.param(1000, marks=pytest.mark.soak)])
+def test_many_programs_at_once(n: int, folder: Path) -> None:
+    with AgentPool(setup(folder, program=f"{folder}/program.py:plain", tool_timeout=120.0)) as pool:
+        ids = [*range(n)]
+        pool.start([task(id) for id in ids])
+        for _ in range(2):
+            wanted = [answer for answer in pool.collect(ids) if isinstance(answer, Wanted)]
+            assert len(wanted) == n, "all wait for the engines at the same time"
+            pool.reply({answer.id: model(answer) for answer in wanted})
+        ends = [finished(answer) for answer in pool.collect(ids)]
+        assert all(end.reward == 1.0 and end.metrics["turns"] == 2 for end in ends) and pool.deaths == 0
+
+
 def test_a_file_without_the_function_is_an_error_in_one_line(folder: Path) -> None:
-    with AgentPool(setup(folder, program=f"{folder}/program.py:nothing")) as pool:
-        with pytest.raises(ValueError, match=r"agent\.program=.*: program.py has no function nothing; it has"):
-            pool.wait_ready()
+    missing = r"agent\.program=.*: program.py has no function nothing; it has"
+    with AgentPool(setup(folder, program=f"{folder}/program.py:nothing")) as pool, pytest.raises(ValueError, match=missing):
+        pool.wait_ready()
