@@ -283,12 +283,18 @@ class AgentSession:
         """Whether the journal has turns that no call has got yet."""
         return bool(self._turns)
 
+    def repeats_others(self, call: Call) -> bool:
+        """Whether the journal has turns that other calls have not got yet."""
+        return any((turn.key, turn.ordinal) != (call.key, call.ordinal) for turn in self._turns)
+
     def recorded(self, call: Call) -> SampledTurn | None:
         """The turn that the journal has for a call, which gets it, whatever the order of the calls."""
         for place, turn in enumerate(self._turns):
             if (turn.key, turn.ordinal) == (call.key, call.ordinal):
                 del self._turns[place]
                 self.answered += 1
+                if self.waits == (call.key, call.ordinal):
+                    self.waits = None
                 return turn
         return None
 

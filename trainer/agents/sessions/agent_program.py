@@ -149,9 +149,11 @@ class ProgramCalls:
         else:
             await self._repeated(call)
             async with self._next:
-                room = self._room(call)
-                await session.ask(call, min(room, request.sampling.max_tokens or room))
-                turn = session.recorded(call)
+                turn = session.recorded(call)  # an engine was working on it when the process was replaced
+                if turn is None:
+                    room = self._room(call)
+                    await session.ask(call, min(room, request.sampling.max_tokens or room))
+                    turn = session.recorded(call)
             assert turn is not None, "the controller answers the call that waits"
         return self._completion(request, call, turn)
 
@@ -160,7 +162,7 @@ class ProgramCalls:
 
         def is_next() -> bool:
             waits = session.waits in (None, (call.key, call.ordinal))
-            return not self._repeats or (waits and not session.repeats)
+            return not self._repeats or (waits and not session.repeats_others(call))
 
         session = self._session
         if not self._repeats:

@@ -14,8 +14,8 @@ import pytest
 from tests.trainer.agents.sessions.scripted import call, facts, sampled, setup, task
 from trainer.agents.isolation import SessionLoop
 from trainer.agents.sessions.agent_loop import AgentKit, AgentSession, AgentSetup, SessionRefused
-from trainer.agents.sessions.pool import AgentPool
 from trainer.agents.sessions.agent_program import JournalDiffers, ProgramRunner
+from trainer.agents.sessions.pool import AgentPool
 from trainer.agents.sessions.protocol import Finished, Journal, SampledTurn, Wanted
 
 PROGRAM = '''
@@ -239,6 +239,18 @@ def test_a_program_that_runs_again_continues_from_its_journal(turns: int, folder
         assert facts(finished(found[id])) == facts(finished(whole[id])) and len(journal.turns) > n_before[id]
 
 
+def test_a_turn_that_ends_while_the_program_starts_again_answers_its_call(folder: Path, given: AgentSetup) -> None:
+    """The process was replaced while an engine worked on the call, whose turn is in the journal before the call is made again."""
+    runner, kit = ProgramRunner(f"{folder}/program.py:line"), AgentKit(given)
+    journal = Journal(task(8))
+    waiting = run(runner, kit, [journal], most=1)[8]
+    assert isinstance(waiting, Wanted)
+    journal.turns.append(model(waiting))
+    assert journal.waits == (waiting.key, waiting.ordinal)
+    end = finished(run(runner, kit, [journal])[8])
+    assert facts(end) == facts(finished(run(runner, kit, [Journal(task(8))])[8]))
+
+
 def test_a_program_whose_calls_differ_from_its_journal_is_found(folder: Path) -> None:
     runner, kit = ProgramRunner(f"{folder}/program.py:line"), AgentKit(setup(folder, tool_timeout=3.0))
     asked = names_of(runner)["ASKED"]
@@ -295,7 +307,7 @@ def test_refused_breaks_are_an_error_of_the_run(folder: Path) -> None:
 
 def test_processes_that_die_are_replaced_and_changed_programs_begin_anew(folder: Path) -> None:
     """A program that ends its process, one that was waiting for an engine, and one that makes another call when it runs again."""
-    with AgentPool(setup(folder, program=f"{folder}/program.py:moody", tool_timeout=3.0)) as pool:
+    with AgentPool(setup(folder, program=f"{folder}/program.py:moody", tool_timeout=6.0)) as pool:
         pool.start([task(id) for id in (0, 1, 3)])
         wanted = {answer.id: answer for answer in pool.collect([0, 1, 3]) if isinstance(answer, Wanted)}
         assert wanted.keys() == {0, 1, 3} and not any(answer.restarted for answer in wanted.values())
