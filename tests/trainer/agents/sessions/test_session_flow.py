@@ -335,9 +335,10 @@ class Short(Changed):
                 self.answers[one.task.id] = Finished(one.task.id, [part], True, 1.0, {}, {"turns": 0.0}, [], [], True)
 
 
-@pytest.mark.parametrize("agents", [Changed(), Short()])
+@pytest.mark.parametrize("kind", [Changed, Short])
 @pytest.mark.parametrize("in_step", [True, False])
-def test_session_whose_process_begins_it_anew_continues_nothing_and_is_counted(agents: Agents, in_step: bool) -> None:
+def test_session_whose_process_begins_it_anew_continues_nothing_and_is_counted(kind: type[Agents], in_step: bool) -> None:
+    agents = kind()
     sessions = AgentSessions(agents, max_prompt=8, max_tokens=MOST)
     one = new_session(sessions, 0)
     one.partial = {name: torch.ones(3, dtype=dtype) for name, dtype in COLUMNS.items()}
@@ -345,7 +346,7 @@ def test_session_whose_process_begins_it_anew_continues_nothing_and_is_counted(a
     flow = SessionFlow(agents, lambda ids: [one], lambda requests: Turns(requests, 4), in_step=in_step)
     flow.admit([0], 1)
     (rows,) = drive(flow)
-    if not isinstance(agents, Short):
+    if kind is Changed:
         assert trained([rows]) == trained(run(1, step=4)[0])
     assert rows.objects["session"][0]["metrics"]["restarted"] == 1 and not flow.unfinished
 
