@@ -24,6 +24,7 @@ from trainer.protocols.common import (
     openai_error,
     seed_in,
     stops,
+    temperature_in,
     tokens_in,
     tools_in,
     top_k_in,
@@ -54,7 +55,7 @@ def parse(body: Body) -> ChatRequest:
         messages=messages,
         tools=tools if calls else None,
         sampling=SamplingOptions(
-            temperature=fields.number("temperature", 0.0, 2.0),
+            temperature=temperature_in(fields),
             top_p=top_p_in(fields),
             top_k=top_k_in(fields),
             max_tokens=tokens_in(fields, "max_output_tokens"),
