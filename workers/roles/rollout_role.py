@@ -116,7 +116,7 @@ def requests_of(prompts: Batch, sampling: Sampling) -> list[Request]:
     # Made once for all requests that share it.
     of_kind = {}
     for greedy, *values in {*kinds}:
-        kind = replace(sampling, **dict(zip(own, values, strict=True)))
+        kind = replace(sampling, **dict(zip(own, values, strict=True))) if own else sampling
         of_kind[greedy, *values] = replace(kind, temperature=0.0) if greedy else kind
     rows = zip(
         map(Tensor.tolist, prompts.split_rows("input_ids")), (prompts.lengths - begun).tolist(), kinds, *columns, strict=True
