@@ -270,14 +270,17 @@ class RolloutFlow:
         """Whether requests wait for a replica that has room for them."""
         return self._scheduler.waiting
 
-    def start(self, steps: int = STEPS, *, streams: bool = False) -> bool:
-        """Give the replicas their next calls; returns whether any call is in progress. streams: see ``new``."""
+    def start(self, steps: int | None = None, *, streams: bool = False) -> bool:
+        """Give the replicas their next calls; returns whether any call is in progress.
+
+        steps: engine steps of a call, STEPS if None. streams: see ``new``.
+        """
         aborted: dict[int, list[int]] = {}
         if self._gone:
             aborted = self._scheduler.forget(self._gone)
             self._gone = {id for id in self._gone if self._scheduler.has(id)}
         for replica, ids in self._scheduler.calls(aborted).items():
-            self._start(replica, self._advance(ids, steps, aborted.get(replica, ()), streams))
+            self._start(replica, self._advance(ids, steps or STEPS, aborted.get(replica, ()), streams))
         return bool(self._calls)
 
     def forget(self, ids: Collection[int]) -> None:
