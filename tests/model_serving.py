@@ -36,7 +36,6 @@ from workers.batch import Batch
 from workers.rollout.base import Sampling
 
 TOKEN = "correct-horse"
-TICK = 0.002  # seconds
 JSON = {"Content-Type": "application/json", "Authorization": f"Bearer {TOKEN}"}
 
 
@@ -48,8 +47,8 @@ def serve_config(*overrides: str) -> ServeConfig:
 class EchoRollout:
     """A RemoteRollout and its flow, whose model says what follows «say:» in its prompt, ``steps`` tokens a tick.
 
-    Token i of a response has the log-prob -i / 8. hold: the engine waits for it. aborted: requests that it was told to forget
-    before they had ended.
+    Token i of a response has the log-prob -i / 8. tick: seconds of one. hold: the engine waits for it. aborted: requests that
+    it was told to forget before they had ended.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
@@ -58,6 +57,7 @@ class EchoRollout:
         self._running: dict[int, tuple[list[int], int]] = {}
         self._admitted: list[int] = []
         self.n_replicas = 1
+        self.tick = 0.002
         self.hold = Event()
         self.hold.set()
         self.aborted: set[int] = set()
@@ -92,7 +92,7 @@ class EchoRollout:
 
     def wait(self) -> list[Batch]:
         self.hold.wait()
-        time.sleep(TICK)
+        time.sleep(self.tick)
         ended, news = [], []
         for id, (ids, at) in [*self._running.items()]:
             until = at + self._steps

@@ -80,7 +80,7 @@ def test_ids_and_log_probs_are_those_of_the_engine(model: str, server: tuple[str
             "temperature": torch.tensor([0.7], dtype=torch.float64), "max_tokens": torch.tensor([24]),
         },
     )  # fmt: skip
-    answers = engine._rollout.generate(prompts, engine._sampling, 1)
+    answers = engine.rollout.generate(prompts, engine.sampling, 1)
     (choice,) = reply["choices"]
     assert choice["token_ids"] == answers.tokens["input_ids"].tolist()
     assert [item["logprob"] for item in choice["logprobs"]["content"]] == answers.tokens["rollout_log_probs"].tolist()

@@ -17,7 +17,6 @@ from typing import Any, Protocol
 
 from fastapi import FastAPI, HTTPException, Request
 from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
-from starlette.exceptions import HTTPException as StarletteHTTPException
 
 from configs.base.secrets import hidden
 from trainer.agents.formats import Format, opens_thinking
@@ -160,7 +159,8 @@ def model_app(engine: ModelEngine, model: ServedModel, *, token: str, most_bytes
         text = files("trainer.serving").joinpath("chat_page.html").read_text(encoding="utf-8")
         return HTMLResponse(text, headers={"Content-Security-Policy": _PAGE_POLICY, "X-Content-Type-Options": "nosniff"})
 
-    @app.exception_handler(StarletteHTTPException)
+    @app.exception_handler(404)
+    @app.exception_handler(405)
     async def not_found(request: Request, error: HTTPException) -> JSONResponse:
         protocol = PROTOCOLS.get(request.url.path, openai_chat)
         return refusal(protocol, error.status_code, f"{request.method} {request.url.path}: {error.detail}")

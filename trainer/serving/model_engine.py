@@ -65,7 +65,7 @@ class ModelEngine:
         """sampling: stop tokens of all requests, and the expected length. most: responses that run and wait together."""
         self.most = most
         self.counts = {"requests": 0, "responses": 0, "tokens": 0}
-        self._rollout, self._sampling = rollout, sampling
+        self.rollout, self.sampling = rollout, sampling
         self._inbox: SimpleQueue[list[Generation] | list[int]] = SimpleQueue()
         """Generations with the same prompt to begin, or ids to end."""
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -125,7 +125,7 @@ class ModelEngine:
 
     def work(self, is_running: Callable[[], bool]) -> None:
         """Generate until ``is_running`` is false; responses that are unfinished then are refused."""
-        flow = self._rollout.flow(self._sampling, self._requests, expected=0, replaces=False)
+        flow = self.rollout.flow(self.sampling, self._requests, expected=0, replaces=False)
         try:
             while is_running():
                 self._take(flow, wait=not self._open)
