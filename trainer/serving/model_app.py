@@ -9,7 +9,7 @@ import asyncio
 import itertools
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from importlib.resources import files
@@ -211,8 +211,8 @@ class RunningRequest:
         tokenizer = model.seams.tokenizer
         splitter = None
         if request.messages:
-            calls = (None, None) if request.tools is None else (model.format_name, model.format)
-            splitter = TurnSplitter(*calls, request.tools or (), in_thinking=in_thinking)
+            name, format = (None, None) if request.tools is None else (model.format_name, model.format)
+            splitter = TurnSplitter(name, format, request.tools or (), in_thinking=in_thinking)
         return ResponseReader(
             index,
             ids,
@@ -224,7 +224,7 @@ class RunningRequest:
             turn=sum(message["role"] == "assistant" for message in request.messages),
         )
 
-    async def deltas(self) -> AsyncIterator[Delta]:
+    async def deltas(self) -> AsyncGenerator[Delta, None]:
         """What is new, as it is generated, until all responses have ended. Raises EngineClosed."""
         left = len(self.readers)
         try:
