@@ -5,11 +5,12 @@
     python scripts/bench/serve.py --quick                                    # a smoke version
 
 The model has random weights. All responses have --tokens tokens: no token ends them. One engine does both in turn, --rounds
-times: ``generate`` gets all --requests at once, the server from --concurrency clients in processes of their own, which send the
+times: ``generate`` gets all --requests at once, the server from --concurrency clients in a process of their own, which send the
 next request when they have a reply. With --stream they read it token by token. ratio: the median of the rounds' ratios.
 """
 
 import argparse
+import http.client
 import json
 import statistics
 import tempfile
@@ -18,8 +19,10 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from multiprocessing import get_context
 from pathlib import Path
+from queue import SimpleQueue
 from threading import Event, Thread
 from typing import Any
+from urllib.parse import urlsplit
 
 import torch
 from transformers import AutoModelForCausalLM
@@ -132,20 +135,18 @@ def serve(url: str, model: str, args: argparse.Namespace, round: int) -> float:
 
 def clients(url: str, model: str, asked: list[str], args: argparse.Namespace, pipe: Any) -> None:
     """Send requests over connections that stay open; sends (seconds, tokens) to ``pipe``."""
-    import http.client
-    from threading import local
-    from urllib.parse import urlsplit
-
-    own = local()
     headers = {"Content-Type": "application/json", "Authorization": f"Bearer {TOKEN}"}
     common = {"model": model, "max_tokens": args.tokens, "stream": args.stream, "stream_options": {"include_usage": True}}
+    connections = SimpleQueue[http.client.HTTPConnection]()
+    for _ in range(args.concurrency):
+        connections.put(http.client.HTTPConnection(urlsplit(url).netloc, timeout=600))
 
     def ask(item: tuple[int, str]) -> int:
-        if not hasattr(own, "connection"):
-            own.connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=600)
+        connection = connections.get()
         body = common | {"messages": [{"role": "user", "content": item[1]}], "seed": item[0]}
-        own.connection.request("POST", "/v1/chat/completions", json.dumps(body), headers)
-        text = own.connection.getresponse().read().decode()
+        connection.request("POST", "/v1/chat/completions", json.dumps(body), headers)
+        text = connection.getresponse().read().decode()
+        connections.put(connection)
         reply = json.loads(text.split("\n\n")[-3].removeprefix("data: ") if args.stream else text)
         return int(reply["usage"]["completion_tokens"])
 

@@ -103,10 +103,11 @@ class ServedModel:
 
     def sampling_of(self, request: ChatRequest, prompt_length: int) -> Sampling:
         options = request.sampling
-        given = {name: getattr(options, name) for name in ("temperature", "top_p", "top_k")}
+        given = {"temperature": options.temperature, "top_p": options.top_p, "top_k": options.top_k}
         room = self.max_length - prompt_length
         most = room if options.max_tokens is None else min(options.max_tokens, room)
-        return replace(self.sampling, max_tokens=most, **{name: value for name, value in given.items() if value is not None})
+        changes: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+        return replace(self.sampling, max_tokens=most, **changes)
 
 
 def model_app(engine: ModelEngine, model: ServedModel, *, token: str, most_bytes: int, health: Callable[[], Any]) -> FastAPI:

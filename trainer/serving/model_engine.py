@@ -100,7 +100,7 @@ class ModelEngine:
             self._refuse(list(chain.from_iterable(groups)))
 
     def cancel(self, ids: Iterable[int]) -> None:
-        """End responses that nobody waits for any more; those that have ended are ignored."""
+        """End responses whose client has gone; those that have ended are ignored."""
         if gone := [id for id in ids if id in self._unfinished]:
             self._unfinished.difference_update(gone)
             self._inbox.put(gone)
