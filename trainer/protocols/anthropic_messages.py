@@ -24,6 +24,7 @@ from trainer.protocols.common import (
     function_schema,
     seed_in,
     stops,
+    temperature_in,
     text_part,
     tokens_in,
     tools_in,
@@ -60,7 +61,7 @@ def parse(body: Body) -> ChatRequest:
         messages=messages,
         tools=tools if _wants_calls(fields) else None,
         sampling=SamplingOptions(
-            temperature=fields.number("temperature", 0.0, 2.0),
+            temperature=temperature_in(fields),
             top_p=top_p_in(fields),
             top_k=top_k_in(fields),
             max_tokens=fields.need("max_tokens", tokens_in(fields, "max_tokens")),

@@ -17,6 +17,7 @@ Message = dict[str, Any]
 Body = dict[str, Any]
 FinishReason = Literal["stop", "length", "tool_calls"]
 _MOST_STOPS, _MOST_CHOICES, _MOST_TOKENS = 16, 128, 1 << 31
+_COLDEST = 0.01
 _MOST_LEVELS = 50
 """Of nested values: templates and validators are recursive."""
 
@@ -311,6 +312,14 @@ def stops(value: Any, path: str) -> tuple[str, ...]:
     if not isinstance(texts, list) or len(texts) > _MOST_STOPS or not all(isinstance(text, str) and text for text in texts):
         raise BadRequest(f"{path}: must be a string or at most {_MOST_STOPS} strings, none empty", path)
     return tuple(unicode_text(text, path) for text in texts)
+
+
+def temperature_in(fields: Fields) -> float | None:
+    temperature = fields.number("temperature", 0.0, 2.0)
+    # Logits divided by less are not finite in low precision.
+    if temperature is not None and 0.0 < temperature < _COLDEST:
+        raise fields.refuse("temperature", f"must be 0 (greedy) or from {_COLDEST} to 2")
+    return temperature
 
 
 def seed_in(fields: Fields) -> int | None:

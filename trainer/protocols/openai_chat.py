@@ -27,6 +27,7 @@ from trainer.protocols.common import (
     openai_usage,
     seed_in,
     stops,
+    temperature_in,
     tokens_in,
     tools_in,
     top_k_in,
@@ -55,7 +56,7 @@ def parse(body: Body) -> ChatRequest:
     if None not in most and most[0] != most[1]:
         raise fields.refuse("max_tokens", "differs from max_completion_tokens")
     sampling = SamplingOptions(
-        temperature=fields.number("temperature", 0.0, 2.0),
+        temperature=temperature_in(fields),
         top_p=top_p_in(fields),
         top_k=top_k_in(fields),
         max_tokens=most[0] or most[1],

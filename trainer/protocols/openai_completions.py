@@ -22,6 +22,7 @@ from trainer.protocols.common import (
     openai_usage,
     seed_in,
     stops,
+    temperature_in,
     tokens_in,
     top_k_in,
     top_p_in,
@@ -41,7 +42,7 @@ def parse(body: Body) -> ChatRequest:
         model=fields.need("model", fields.text("model")),
         prompts=_prompts(fields, fields.need("prompt", fields.take("prompt"))),
         sampling=SamplingOptions(
-            temperature=fields.number("temperature", 0.0, 2.0),
+            temperature=temperature_in(fields),
             top_p=top_p_in(fields),
             top_k=top_k_in(fields),
             max_tokens=tokens_in(fields, "max_tokens"),

@@ -3,6 +3,7 @@
 import asyncio
 import copy
 import json
+import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from random import Random
@@ -21,6 +22,7 @@ from trainer.agents.sessions.protocol import Finished, Journal, SampledTurn, Wan
 PROGRAM = '''
 import asyncio, json, os, random, threading, time
 from urllib.request import Request, urlopen
+from anthropic import Anthropic
 from openai import AsyncOpenAI, OpenAI, APIStatusError
 
 FOLDER = os.path.dirname(__file__)
@@ -92,6 +94,57 @@ def moody(base_url, api_key, task):
     return 1.0 + seen
 
 
+def clients(base_url, api_key, task):
+    """Two turns with a call and its result, by every client; returns 1 if what it read is what a chat completion has."""
+    question, more = {"role": "user", "content": "ab 1"}, {"role": "user", "content": "ab 2"}
+    kind = task.extra_info["client"]
+    if "anthropic" in kind:
+        client = Anthropic(base_url=base_url, api_key=api_key, max_retries=0)
+        tools = [{"name": "add", "description": "Add.", "input_schema": ADD["function"]["parameters"]}]
+        messages = [question]
+        for _ in range(2):
+            options = {"model": "policy", "messages": messages, "tools": tools, "max_tokens": 500}
+            if kind == "anthropic stream":
+                with client.messages.stream(**options) as stream:
+                    reply = stream.get_final_message()
+            else:
+                reply = client.messages.create(**options)
+            (call,) = [block for block in reply.content if block.type == "tool_use"]
+            assert reply.stop_reason == "tool_use" and call.input == {"a": 1}
+            result = {"type": "tool_result", "tool_use_id": call.id, "content": "2"}
+            messages += [{"role": "assistant", "content": reply.content}, {"role": "user", "content": [result]}]
+    elif "responses" in kind:
+        client = OpenAI(base_url=base_url, api_key=api_key, max_retries=0)
+        tools = [{"type": "function", "strict": True, **ADD["function"]}]
+        entries = [question]
+        for _ in range(2):
+            if kind == "responses stream":
+                with client.responses.stream(model="policy", input=entries, tools=tools) as stream:
+                    stream.until_done()
+                    reply = stream.get_final_response()
+            else:
+                reply = client.responses.create(model="policy", input=entries, tools=tools)
+            (call,) = [item for item in reply.output if item.type == "function_call"]
+            assert json.loads(call.arguments) == {"a": 1}
+            entries += [*(item.model_dump(exclude_none=True) for item in reply.output)]
+            entries.append({"type": "function_call_output", "call_id": call.call_id, "output": "2"})
+    else:
+        client = OpenAI(base_url=base_url, api_key=api_key, max_retries=0)
+        messages = [question]
+        for _ in range(2):
+            options = {"model": "policy", "messages": messages, "tools": [ADD]}
+            if kind == "chat stream":
+                with client.chat.completions.stream(**options) as stream:
+                    message = stream.get_final_completion().choices[0].message
+            else:
+                message = client.chat.completions.create(**options).choices[0].message
+            (call,) = message.tool_calls
+            assert json.loads(call.function.arguments) == {"a": 1}
+            turn = {"role": "assistant", "content": message.content, "tool_calls": [call.model_dump(include={"id", "type", "function"})]}
+            messages += [turn, {"role": "tool", "tool_call_id": call.id, "content": "2"}]
+    return 1.0
+
+
 def plain(base_url, api_key, task):
     """Two calls without an SDK."""
     messages = [*task.prompt]
@@ -114,6 +167,54 @@ def unlike(base_url, api_key, task):
         return 0.5  # without a call
     client = OpenAI(base_url=base_url, api_key="another key" if task.id == 5 else api_key, max_retries=0)
     client.chat.completions.create(model="policy", messages=[{"role": "user", "content": "ab " * (9000 if task.id == 6 else 1)}])
+'''
+
+
+VERIFIERS = os.environ.get("TANDEM_VERIFIERS_PYTHON")
+"""An interpreter that has verifiers 0.3: its pins conflict with those of engines."""
+EPISODE = '''
+import asyncio, sys
+import verifiers as vf
+from datasets import Dataset
+
+
+def add(a: int, b: int = 1) -> int:
+    """Add.
+
+    Args:
+        a: A number.
+        b: Another.
+    """
+    return a + b
+
+
+async def says(completion, answer):
+    return float(answer in str(completion[-1].content))
+
+
+url, kind = sys.argv[1:]
+env = vf.ToolEnv(
+    dataset=Dataset.from_list([{"question": "ab", "answer": "ba"}]), tools=[add], rubric=vf.Rubric(funcs=[says]), max_turns=4
+)
+found = asyncio.run(env.evaluate(
+    client=vf.ClientConfig(client_type=kind, api_key_var="KEY", api_base_url=url + "/v1"), model="policy",
+    sampling_args={"temperature": 1.0, "max_tokens": 64}, num_examples=1, rollouts_per_example=1,
+))
+(output,) = found["outputs"]
+assert output["error"] is None, output["error"]
+print("reward", output["reward"])
+'''
+EPISODE_PROGRAM = '''
+import os, subprocess
+
+
+def run(base_url, api_key, task):
+    """A rollout of an environment of verifiers, in an interpreter that has the package."""
+    command = [os.environ["TANDEM_VERIFIERS_PYTHON"], "-c", task.extra_info["code"], base_url, task.extra_info["client"]]
+    ended = subprocess.run(command, env=os.environ | {"KEY": api_key, "HF_HUB_OFFLINE": "1"}, capture_output=True, text=True)
+    if ended.returncode:
+        raise RuntimeError(ended.stderr[-300:])
+    return float(ended.stdout.split("reward")[-1])
 '''
 
 
@@ -216,6 +317,22 @@ def test_trained_ids_are_those_that_were_served(n: int, folder: Path, given: Age
         assert sum(int(mask.sum()) for _, mask, _ in rows) == sum(len(ids) for _, ids, _ in served), "and in no other"
         n_rows, n_served = n_rows + len(rows), n_served + len(served)
     assert n_served > 3 * n and n_rows > 1.5 * n
+
+
+def test_every_client_has_the_same_conversation(folder: Path, given: AgentSetup) -> None:
+    """Chat Completions, Responses and Messages, whole and streamed: turns with calls are continued by their tokens."""
+    kinds = ["chat", "chat stream", "responses", "responses stream", "anthropic", "anthropic stream"]
+    runner, kit = ProgramRunner(f"{folder}/program.py:clients"), AgentKit(given)
+    journals = [Journal(task(id, extra_info={"client": kind})) for id, kind in enumerate(kinds)]
+    found = run(runner, kit, journals, model=lambda wanted: sampled(wanted, f"ba\n{call('add', a=1)}"))
+    ids = list[list[int]]()
+    for kind, answer in zip(kinds, found.values(), strict=True):
+        end = finished(answer)
+        assert end.reward == 1.0, (kind, end.extra)
+        (part,) = end.parts  # the second call continued the first
+        assert int((part.response_mask[1:] > part.response_mask[:-1]).sum()) == 2
+        ids.append(part.input_ids.tolist())
+    assert all(row == ids[0] for row in ids)
 
 
 def test_order_of_calls_changes_nothing(folder: Path, given: AgentSetup) -> None:
@@ -346,3 +463,19 @@ def test_a_file_without_the_function_is_an_error_in_one_line(folder: Path) -> No
     missing = r"agent\.program=.*: program.py has no function nothing; it has"
     with AgentPool(setup(folder, program=f"{folder}/program.py:nothing")) as pool, pytest.raises(ValueError, match=missing):
         pool.wait_ready()
+
+
+@pytest.mark.soak
+@pytest.mark.skipif(VERIFIERS is None, reason="TANDEM_VERIFIERS_PYTHON names no interpreter with verifiers 0.3")
+@pytest.mark.parametrize("client", ["openai_chat_completions", "openai_chat_completions_token", "openai_responses"])
+def test_an_environment_of_verifiers_is_trained_unmodified(client: str, tmp_path: Path) -> None:
+    (tmp_path / "episode.py").write_text(EPISODE_PROGRAM)
+    runner = ProgramRunner(f"{tmp_path}/episode.py:run")
+    texts = {0: call("add", a=1), 1: call("add", a=2, b=3), 2: "ba"}
+    journal = Journal(task(extra_info={"client": client, "code": EPISODE}))
+    end = finished(
+        run(runner, AgentKit(setup(tmp_path)), [journal], model=lambda wanted: sampled(wanted, texts[len(journal.turns)]))[0]
+    )
+    assert "error" not in end.extra, end.extra
+    assert end.reward == 1.0 and end.metrics["turns"] == 3 and len(end.parts) == 1
+    assert [message["content"] for message in end.messages if message["role"] == "tool"] == ["2", "5"]

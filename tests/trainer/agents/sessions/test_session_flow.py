@@ -289,6 +289,8 @@ def test_interrupted_sessions_continue_bitwise(restarts: bool) -> None:
                 sessions = AgentSessions(agents, max_prompt=8, max_tokens=MOST)
                 again = [new_session(sessions, one.id) for one in unfinished]
                 restore(arrays, again)
+                calls = [(one.call.key, one.call.ordinal) if one.wanted else one.interrupted for one in unfinished]
+                assert [one.journal.waits for one in again if one.journal is not None] == calls
                 of_id |= {one.id: one for one in again}
                 ended_ids = [id for id, one in of_id.items() if isinstance(one, Batch)]
                 of_row = zip(ended_ids, unpack_rows(arrays), strict=True)
