@@ -19,6 +19,7 @@ PROGRAMS = {
     "reward_model_trainer": "trainer.main_reward_model",
     "generation": "trainer.main_generation",
     "evaluation": "trainer.main_eval",
+    "serve": "trainer.main_serve",
     "serve_reward": "trainer.main_serve_reward",
     "parity": "trainer.main_parity",
     "export": "trainer.main_export",

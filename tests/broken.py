@@ -22,6 +22,7 @@ from trainer import (
     main_parity,
     main_ppo,
     main_reward_model,
+    main_serve,
     main_serve_reward,
     main_sft,
 )
@@ -31,7 +32,8 @@ PROGRAMS: dict[str, Program[Any]] = {
     name: module.PROGRAM
     for name, module in {
         "ppo": main_ppo, "sft": main_sft, "reward_model": main_reward_model, "generation": main_generation, "eval": main_eval,
-        "export": main_export, "parity": main_parity, "serve_reward": main_serve_reward,
+        "export": main_export, "parity": main_parity, "serve": main_serve,
+        "serve_reward": main_serve_reward,
     }.items()
 }  # fmt: skip
 ACTOR, ROLLOUT, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"

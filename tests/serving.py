@@ -17,8 +17,9 @@ from configs.schema.serve_reward import ServeRewardConfig
 from tests.layout.source import ROOT
 from trainer.cluster.watchdog import Watchdog
 from trainer.rewards.pool.runner import RewardRunner
+from trainer.serving.listener import bound
 from trainer.serving.request_queue import RequestQueue
-from trainer.serving.reward_server import Listener, RequestCounter, ScoreAll, bound, model, work
+from trainer.serving.reward_server import RequestCounter, ScoreAll, listener_of, model, work
 
 
 def serve_config(*overrides: str) -> ServeRewardConfig:
@@ -41,9 +42,9 @@ def serving(*overrides: str, score: ScoreAll | None = None) -> Iterator[str]:
             score = rewards.score
         words = {"is_running": lambda: not stopped.is_set()}
         scoring = Thread(target=work, args=(queue, score, counter), kwargs=words, daemon=True)
-        listener = stack.enter_context(Listener(stack.enter_context(bound(config.server)), queue, config, counter))
+        listener = stack.enter_context(listener_of(stack.enter_context(bound(config.server)), queue, config, counter))
         scoring.start()
-        yield listener.url
+        yield f"{listener.url}/get_reward"
         stopped.set()
         scoring.join()
 

@@ -27,4 +27,5 @@ class MultiTurnConfig:
 class AgentConfig:
     num_workers: Positive
     default_agent_loop: str | None  # not a Literal: FILE.py:FUNCTION selects a user's loop
+    program: str | None
     memory_limit_mb: Positive | None

@@ -23,29 +23,42 @@ from configs.schema.scoring_model import ReadingModelConfig
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
-class ServerConfig(Checked):
-    """The HTTP server of trainer.main_serve_reward."""
+class ListenerConfig(Checked):
+    """What the HTTP servers have in common."""
 
     host: str
     # 0 lets the operating system choose a free port.
     port: Annotated[int, Ge(0), Le(65535)]
     token_env: str
-    batch_size: Positive
     max_connections: Positive
     max_request_mb: PositiveFloat
+
+    @property
+    def token(self) -> str | None:
+        """Value of the variable ``token_env``; None: it is not set, or empty."""
+        return os.environ.get(self.token_env, "").strip() or None
+
+    def problems(self) -> Iterator[str]:
+        yield from secret_name_problems("server.token_env", self.token_env)
+        if self.token and len(self.token) < SHORTEST:
+            yield f"{self.token_env}: a token of {len(self.token)} characters is too easy to guess; use at least {SHORTEST}"
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class ServerConfig(ListenerConfig):
+    """The HTTP server of trainer.main_serve_reward."""
+
+    batch_size: Positive
     log_every: Positive
 
     def problems(self) -> Iterator[str]:
+        yield from ListenerConfig.problems(self)
         # An unauthenticated server is only acceptable if no other machine can reach it.
-        token = os.environ.get(self.token_env, "").strip()
-        yield from secret_name_problems("server.token_env", self.token_env)
-        if not token and not is_loopback(self.host):
+        if not self.token and not is_loopback(self.host):
             yield (
                 f"server.host={self.host}: reachable from other machines without a token; set the environment variable "
                 f"{self.token_env} (server.token_env) here and where the trainer runs, or use 127.0.0.1"
             )
-        if token and len(token) < SHORTEST:
-            yield f"{self.token_env}: a token of {len(token)} characters is too easy to guess; use at least {SHORTEST}"
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)

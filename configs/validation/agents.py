@@ -25,8 +25,10 @@ def _sources(turns: MultiTurnConfig) -> dict[str, str | None]:
 def agent_problems(config: PPOConfig) -> Iterator[str]:
     """Problems of multi_turn and agent."""
     rollout = config.actor_rollout_ref.rollout
-    turns, loop = rollout.multi_turn, rollout.agent.default_agent_loop
+    turns, loop, program = rollout.multi_turn, rollout.agent.default_agent_loop, rollout.agent.program
     sources = _sources(turns)
+    if program is not None and ":" not in program:
+        yield f"{AGENT}.program={program}: it must be FILE.py:FUNCTION"
     if loop is not None and loop not in LOOPS and ":" not in loop:
         yield f"{AGENT}.default_agent_loop={loop}: no such loop; use {', '.join(LOOPS)}, or FILE.py:FUNCTION"
     if not turns.enable:
@@ -35,7 +37,14 @@ def agent_problems(config: PPOConfig) -> Iterator[str]:
                 yield f"{KEY}.{name}={value}: it is used with {KEY}.enable=true only; set it, or leave {name} out"
         if loop not in (None, "single_turn_agent"):
             yield f"{AGENT}.default_agent_loop={loop}: it is used with {KEY}.enable=true only; set it, or leave it out"
+        if program is not None:
+            yield f"{AGENT}.program={program}: it is used with {KEY}.enable=true only; set it, or leave it out"
         return
+    given = [name for name, value in sources.items() if value is not None]
+    if program is not None and given:
+        yield f"{AGENT}.program={program}: a program has its own tools and messages; leave {', '.join(given)} out"
+    if program is not None and loop is not None:
+        yield f"{AGENT}.program={program}: it is run in place of {AGENT}.default_agent_loop={loop}; leave one out"
     others = [name for name, value in sources.items() if value is not None and name != "environment"]
     if turns.environment is not None and others:
         own = "an environment has its own tools and messages"
@@ -48,8 +57,8 @@ def agent_problems(config: PPOConfig) -> Iterator[str]:
 
 def agent_notes(config: PPOConfig, typed: Collection[str]) -> Iterator[str]:
     """Options of conversations that have no effect."""
-    turns, loop = config.actor_rollout_ref.rollout.multi_turn, config.actor_rollout_ref.rollout.agent.default_agent_loop
-    if turns.enable and loop is None and not any(_sources(turns).values()):
+    turns, agent = config.actor_rollout_ref.rollout.multi_turn, config.actor_rollout_ref.rollout.agent
+    if turns.enable and agent.default_agent_loop is None and agent.program is None and not any(_sources(turns).values()):
         yield f"{KEY}.enable=true: there are neither tools nor an interaction or environment, so conversations have a single turn"
     if not turns.enable:
         unused = (key for key in sorted(typed) if key.startswith((f"{KEY}.", f"{AGENT}.")) and key != f"{KEY}.enable")

@@ -16,6 +16,7 @@ from configs.schema.generation import GenerationConfig
 from configs.schema.parity import ParityConfig
 from configs.schema.placement import Placement
 from configs.schema.ppo import AsyncTrainingConfig, PPOConfig, RolloutEngineConfig, TrainerConfig, has_score
+from configs.schema.serve import ServeConfig
 from configs.schema.serve_reward import ServeRewardConfig
 from configs.schema.supervised import RewardModelConfig, SFTConfig, SupervisedConfig, SupervisedTrainerConfig
 from configs.validation.agents import agent_notes, agent_problems
@@ -202,6 +203,20 @@ def check_serve_reward(config: ServeRewardConfig) -> list[str]:
     if problems:
         raise ConfigError("\n".join(problems))
     return []
+
+
+def check_serve(config: ServeConfig, typed: Collection[str]) -> list[str]:
+    """Validate a model server's configuration; see check_ppo."""
+    rollout = config.actor_rollout_ref.rollout
+    problems = [
+        *block_problems(config),
+        *room_problems(rollout.max_model_len),
+        *engine_problems(rollout, config.trainer, {"temperature": rollout.temperature}),
+        *lora_sync_problems(config.actor_rollout_ref.model, rollout),
+    ]
+    if problems:
+        raise ConfigError("\n".join(problems))
+    return list(engine_notes(rollout, typed))
 
 
 def check_parity(config: ParityConfig, typed: Collection[str]) -> list[str]:

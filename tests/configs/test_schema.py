@@ -13,6 +13,7 @@ from configs.schema.evaluation import EvaluationConfig, ExportConfig
 from configs.schema.generation import GenerationConfig
 from configs.schema.parity import ParityConfig
 from configs.schema.ppo import PPOConfig
+from configs.schema.serve import ServeConfig
 from configs.schema.serve_reward import ServeRewardConfig
 from configs.schema.supervised import RewardModelConfig, SFTConfig
 
@@ -24,6 +25,7 @@ PROGRAMS = [
     ("evaluation", EvaluationConfig),
     ("parity", ParityConfig),
     ("export", ExportConfig),
+    ("serve", ServeConfig),
     ("serve_reward", ServeRewardConfig),
 ]
 # Keys of two programs with different meanings or intentionally different defaults.
@@ -31,6 +33,17 @@ OWN_DEFAULTS = {"trainer.default_local_dir", "data.shuffle", "actor_rollout_ref.
 OWN_DEFAULTS_OF = {
     "parity": {"actor_rollout_ref.rollout.temperature"},  # at 1 a test cannot show whether an engine uses it
     "evaluation": {"timeouts.reward"},  # all responses are scored in one round
+    # One worker is enough for a server.
+    "serve": {
+        "trainer.backend",
+        "trainer.n_gpus_per_node",
+        "actor_rollout_ref.rollout.tensor_model_parallel_size",
+        "actor_rollout_ref.model.path",
+        "server.max_connections",
+        "server.max_request_mb",
+        "server.port",
+        "server.token_env",
+    },
     "serve_reward": {"trainer.backend", "trainer.n_gpus_per_node"},  # one worker is enough for a server
 }
 

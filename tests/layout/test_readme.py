@@ -28,6 +28,7 @@ from trainer import (
     main_parity,
     main_ppo,
     main_reward_model,
+    main_serve,
     main_serve_reward,
     main_sft,
 )  # fmt: skip
@@ -54,6 +55,7 @@ RUN_ELSEWHERE = {"docs/how_to/engine.md": "tests/examples/test_plain_engine.py"}
 # Page -> why its Python is only compiled.
 COMPILED = {
     "docs/coming_from_openrlhf.md": "it downloads",
+    "docs/serve.md": "it needs a server, as tests/trainer/serving/test_model_app.py starts one",
     "docs/python_api.md": "it trains, as tests/trainer/cli/test_api.py does",
 }
 # Module -> a row that replaces the hub's data.
@@ -69,7 +71,8 @@ PAGES = [
     *(str(path.relative_to(ROOT)) for path in sorted((ROOT / "docs").rglob("*.md"))),
 ]
 MODULES = (
-    main_ppo, main_sft, main_reward_model, main_generation, main_eval, main_parity, main_export, main_serve_reward
+    main_ppo, main_sft, main_reward_model, main_generation, main_eval, main_parity, main_export, main_serve,
+    main_serve_reward,
 )  # fmt: skip
 PROGRAMS = {module.PROGRAM.name: module.PROGRAM for module in MODULES}
 

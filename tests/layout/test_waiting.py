@@ -15,6 +15,8 @@ OTHERS = {
     "trainer/checkpoint/saver.py": "a copy to remote_dir that has ended without an error",
     "trainer/agents/mcp_tools.py": "the start and the end of MCP servers, which have limits of their own",
     "trainer/agents/native/verifiers_environment.py": "a task of asyncio that has ended",
+    "trainer/agents/gateway/endpoint.py": "a task of asyncio that has ended",
+    "trainer/agents/sessions/agent_program.py": "a task of asyncio that has ended",
 }
 
 

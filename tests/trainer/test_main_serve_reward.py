@@ -93,7 +93,7 @@ def test_invalid_configuration_is_a_one_line_error(
 
 
 def test_missing_extra_is_an_error_that_names_it(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr("trainer.serving.reward_server.find_spec", lambda name: None)
+    monkeypatch.setattr("trainer.serving.listener.find_spec", lambda name: None)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         assert main_serve_reward.PROGRAM(["reward.scorer=gsm8k", f"server.port={taken.getsockname()[1]}"]) == 2
     output = capsys.readouterr().err

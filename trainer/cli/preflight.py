@@ -113,9 +113,14 @@ def _agents(rollout: RolloutConfig) -> Iterator[str]:
         ("multi_turn.environment", turns.environment),
         ("multi_turn.format", turns.format),
         ("agent.default_agent_loop", loop),
+        ("agent.program", rollout.agent.program),
     ):
         if code is not None and ":" in code:
             yield from _problems(check_source, *code.rsplit(":", 1), f"{key}.{name}={code}")
+    if rollout.agent.program is not None:
+        from trainer.serving.reward_server import check_installed
+
+        yield from _problems(check_installed)
 
 
 def _prompts(

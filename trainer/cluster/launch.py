@@ -13,6 +13,7 @@ import torch
 from configs.schema.common import RayConfig, RunConfig, WorkersConfig, WorkersTimeoutsConfig
 from configs.schema.generation import GenerationConfig
 from configs.schema.placement import ROLES, Placement, Pool
+from configs.schema.serve import ServeConfig
 from configs.schema.serve_reward import ServeRewardConfig
 from configs.validation.rollout import world_size
 from trainer.cluster.determinism import worker_environment
@@ -74,7 +75,7 @@ def start_workers(
 
 
 @contextmanager
-def opened_workers(config: GenerationConfig | ServeRewardConfig) -> Iterator[WorkerGroup]:
+def opened_workers(config: GenerationConfig | ServeConfig | ServeRewardConfig) -> Iterator[WorkerGroup]:
     """Workers of a program without a run directory; they end with the block. See open_backend and start_workers."""
     directory = Path(config.trainer.default_local_dir)
     with open_backend(config.trainer, config.ray_kwargs, config.timeouts, directory) as backend:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -256,6 +256,10 @@ class RolloutFlow:
         self._made: list[list[Call[Batch]]] = [[] for _ in range(rollout.n_replicas)]
         """By replica: its calls so far, which are repeated if it is replaced; only the last one if it cannot be."""
         self._ended = self._ended_tokens = 0
+        self._gone: set[int] = set()
+        """Requests to forget as soon as their replica has no call."""
+        self.new: list[Batch] = []
+        """New tokens of unfinished requests in the last tick, if it was started with ``streams``."""
 
     def admit(self, ids: Sequence[int], prompt_tokens: int) -> None:
         """Queue requests with the same prompt; one replica gets them."""
@@ -266,11 +270,22 @@ class RolloutFlow:
         """Whether requests wait for a replica that has room for them."""
         return self._scheduler.waiting
 
-    def start(self) -> bool:
-        """Give the replicas their next calls; returns whether any call is in progress."""
-        for replica, ids in self._scheduler.calls().items():
-            self._start(replica, self._advance(ids, STEPS))
+    def start(self, steps: int | None = None, *, streams: bool = False) -> bool:
+        """Give the replicas their next calls; returns whether any call is in progress.
+
+        steps: engine steps of a call, STEPS if None. streams: see ``new``.
+        """
+        aborted: dict[int, list[int]] = {}
+        if self._gone:
+            aborted = self._scheduler.forget(self._gone)
+            self._gone = {id for id in self._gone if self._scheduler.has(id)}
+        for replica, ids in self._scheduler.calls(aborted).items():
+            self._start(replica, self._advance(ids, steps or STEPS, aborted.get(replica, ()), streams))
         return bool(self._calls)
+
+    def forget(self, ids: Collection[int]) -> None:
+        """Abort requests with the next tick, and forget those that ended; their ids are not used again."""
+        self._gone.update(ids)
 
     def wait(self) -> list[Batch]:
         """Wait for the calls of this tick; returns the responses that ended, one batch or none from each replica.
@@ -278,6 +293,9 @@ class RolloutFlow:
         Where replicas keep no common time: for at least one call.
         """
         results = self._results(every=self._in_step)
+        self.new = [one.select((~one.rows["ended"]).nonzero().flatten()) for one in results.values() if "ended" in one.rows]
+        if self.new:
+            results = {replica: one.select(one.rows["ended"].nonzero().flatten()) for replica, one in results.items()}
         self._scheduler.record(
             {replica: Ended(one.rows["id"].tolist(), one.lengths.tolist()) for replica, one in results.items()}
         )
@@ -326,8 +344,10 @@ class RolloutFlow:
             ended += self.wait()
         return ended
 
-    def _advance(self, ids: Sequence[int], steps: int) -> Call[Batch]:
-        return role_call(ROLE, RolloutRole.advance, self._requests(ids) if ids else None, self._sampling, steps)
+    def _advance(self, ids: Sequence[int], steps: int, abort: Sequence[int] = (), streams: bool = False) -> Call[Batch]:
+        requests = self._requests(ids) if ids else None
+        more = (abort, streams) if abort or streams else ()  # of servers only
+        return role_call(ROLE, RolloutRole.advance, requests, self._sampling, steps, *more)
 
     def _start(self, replica: int, call: Call[Batch]) -> None:
         """Start the next call on a replica."""

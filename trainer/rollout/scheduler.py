@@ -11,7 +11,7 @@ whole turns. A turn is ``steps`` engine steps on every replica that has work; it
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -83,6 +83,10 @@ class RolloutScheduler:
         """The rows that a replica has, in the order in which it got them."""
         return list(self._running[replica])
 
+    def has(self, row: int) -> bool:
+        """Whether a replica has the row."""
+        return any(row in running for running in self._running)
+
     def admit(self, rows: Sequence[int], prompt_tokens: int) -> None:
         """Queue rows with the same prompt. Rows that ended before continue: their replica has computed most of the prompt."""
         self._waiting.append(_Group(tuple(rows), prompt_tokens / len(rows)))
@@ -99,14 +103,30 @@ class RolloutScheduler:
         if self._n_ended:
             self._mean_length = self._ended_tokens / self._n_ended
 
+    def forget(self, rows: Collection[int]) -> dict[int, list[int]]:
+        """Forget rows that wait, have ended, or are on a replica without a call; returns the latter, by replica."""
+        left = ((tuple(row for row in group.rows if row not in rows), group.tokens) for group in self._waiting)
+        self._waiting = deque(_Group(kept, tokens) for kept, tokens in left if kept)
+        held: dict[int, list[int]] = {}
+        for replica, running in enumerate(self._running):
+            for row in [row for row in running if row in rows and replica not in self._called]:
+                self._prompt_tokens[replica] -= running.pop(row).tokens
+                held.setdefault(replica, []).append(row)
+        for row in rows:
+            self._last.pop(row, None)
+        return held
+
     def lose(self, replica: int) -> None:
         """Forget a replica that died, with its rows."""
         self.replicas.remove(replica)
         self._running[replica] = {}
         self._called.discard(replica)
 
-    def calls(self) -> dict[int, list[int]]:
-        """Calls to start: by replica, the rows to be submitted (often none). A replica has one call at a time."""
+    def calls(self, also: Collection[int] = ()) -> dict[int, list[int]]:
+        """Calls to start: by replica, the rows to be submitted (often none). A replica has one call at a time.
+
+        also: replicas that need a call although they have no rows.
+        """
         new: list[list[int]] = [[] for _ in self._running]
         while self._waiting and (replica := self._place(self._waiting[0])) is not None:
             group = self._waiting.popleft()
@@ -114,7 +134,10 @@ class RolloutScheduler:
             self._running[replica] |= dict.fromkeys(group.rows, group)
             self._prompt_tokens[replica] += group.tokens * len(group.rows)
             self._n_placed += 1
-        calls = {replica: rows for replica, rows in enumerate(new) if self._running[replica] and replica not in self._called}
+        busy = [
+            replica for replica, rows in enumerate(self._running) if (rows or replica in also) and replica not in self._called
+        ]
+        calls = {replica: new[replica] for replica in busy}
         self._called.update(calls)
         return calls
 

@@ -10,26 +10,23 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict
-from importlib.util import find_spec
 from pathlib import Path
-from threading import Thread
-from typing import Any
 
-from configs.schema.serve_reward import ServerConfig, ServeRewardConfig
+from configs.schema.serve_reward import ServeRewardConfig
 from trainer.cluster.watchdog import Watchdog
 from trainer.rewards.pool.runner import RewardRunner
 from trainer.rewards.rules.reward_registry import check_data_sources, scores_by_source
 from trainer.rewards.scoring import Response, Score
+from trainer.serving.listener import Listener, bound, check_installed
 from trainer.serving.request_queue import RequestQueue
-from workers.controller.stop import graceful_stop, shielded
+from workers.controller.stop import graceful_stop
 
 ScoreAll = Callable[[Sequence[Response]], list[Score]]
 
 _POLL_SECONDS = 0.2  # seconds between checks that the HTTP thread is alive
-_DRAIN_SECONDS = 5.0  # seconds to deliver pending replies when the server stops
 
 
 def run(config: ServeRewardConfig) -> None:
@@ -42,8 +39,8 @@ def run(config: ServeRewardConfig) -> None:
         place = stack.enter_context(bound(config.server))
         serve = judge if config.judge_engine.enable else rules if config.model.path is None else model
         score = serve(config, watchdog, stack)
-        listener = stack.enter_context(Listener(place, queue, config, counter))
-        print(f"serving {name_of(config)} at {listener.url} (process {os.getpid()})", flush=True)
+        listener = stack.enter_context(listener_of(place, queue, config, counter))
+        print(f"serving {name_of(config)} at {listener.url}/get_reward (process {os.getpid()})", flush=True)
         work(queue, score, counter, is_running=listener.is_alive)
         raise RuntimeError("the listener has ended")
 
@@ -115,59 +112,19 @@ class RequestCounter:
             self._since, self._before = time.monotonic(), self.counts["answers"]
 
 
-class Listener:
-    """uvicorn in a second thread, where it does not install signal handlers."""
+def listener_of(place: socket.socket, queue: RequestQueue, config: ServeRewardConfig, counter: RequestCounter) -> Listener:
+    """HTTP of the reward server on a bound socket."""
+    from trainer.serving.app import reward_app
 
-    def __init__(self, place: socket.socket, queue: RequestQueue, config: ServeRewardConfig, counter: RequestCounter) -> None:
-        import uvicorn
-
-        from trainer.serving.app import reward_app
-
-        server = config.server
-        app = reward_app(
-            queue,
-            token=os.environ.get(server.token_env, "").strip() or None,
-            most_bytes=int(server.max_request_mb * (1 << 20)),
-            check=lambda answers: check_answers(config, answers),
-            health=lambda: {"serves": name_of(config)} | counter.counts,
-        )
-        options = uvicorn.Config(
-            app, log_level="warning", access_log=False, limit_concurrency=server.max_connections, lifespan="off", ws="none"
-        )
-        host, port = place.getsockname()[:2]
-        self.url = f"http://{f'[{host}]' if ':' in host else host}:{port}/get_reward"
-        self._place = place
-        self._server = uvicorn.Server(options)
-        self._thread = Thread(target=self._server.run, args=([place],), daemon=True)
-
-    def __enter__(self) -> Listener:
-        self._thread.start()
-        while self.is_alive() and not self._server.started:
-            time.sleep(0.01)
-        return self
-
-    def __exit__(self, *ended: Any) -> None:
-        # Signals are held back here: pending replies are delivered before the process ends.
-        with shielded():
-            self._server.should_exit = True
-            self._thread.join(_DRAIN_SECONDS)
-
-    def is_alive(self) -> bool:
-        return self._thread.is_alive()
-
-
-@contextmanager
-def bound(server: ServerConfig) -> Iterator[socket.socket]:
-    """A socket bound to server.host and server.port that does not listen yet. Raises ValueError if binding fails."""
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(server.host, server.port, type=socket.SOCK_STREAM)[0]
-        place = socket.socket(family, kind, protocol)
-        place.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        place.bind(address)
-    except OSError as error:
-        raise ValueError(f"server.host={server.host} server.port={server.port}: {error}") from error
-    with place:
-        yield place
+    server = config.server
+    app = reward_app(
+        queue,
+        token=server.token,
+        most_bytes=int(server.max_request_mb * (1 << 20)),
+        check=lambda answers: check_answers(config, answers),
+        health=lambda: {"serves": name_of(config)} | counter.counts,
+    )
+    return Listener(place, app, server)
 
 
 def check_answers(config: ServeRewardConfig, answers: Sequence[Response]) -> None:
@@ -185,10 +142,3 @@ def name_of(config: ServeRewardConfig) -> str:
         or reward.scorer
         or (f"{custom.path}:{custom.name}" if custom.path is not None else "the data sources' scorers")
     )
-
-
-def check_installed() -> None:
-    """Raises ValueError, with the pip command, if the extra «serve» is not installed."""
-    missing = [name for name in ("fastapi", "uvicorn") if find_spec(name) is None]
-    if missing:
-        raise ValueError(f"{' and '.join(missing)}: not installed here; run pip install 'tandem[serve]'")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -13,7 +13,7 @@ from torch import Tensor
 from workers.batch import Batch
 from workers.metric import Metric, Metrics
 from workers.roles.memory_scheduler import GCTime, MemoryScheduler
-from workers.rollout.base import Completion, Request, Rollout, Sampling
+from workers.rollout.base import Completion, NewTokens, Request, Rollout, Sampling
 
 # The controller imports this module to name the methods that it calls: it must not load transformers.
 if TYPE_CHECKING:
@@ -65,17 +65,22 @@ class RolloutRole:
             seconds["gc"], self.gc_time.seconds = self.gc_time.seconds, 0.0
         return metrics | {f"timing_s/{name}": Metric.max(spent) for name, spent in seconds.items()}
 
-    def advance(self, prompts: Batch | None, sampling: Sampling, steps: int) -> Batch:
+    def advance(
+        self, prompts: Batch | None, sampling: Sampling, steps: int, abort: Sequence[int] = (), streams: bool = False
+    ) -> Batch:
         """Submit prompts and run the engine for at most ``steps`` steps; returns the responses that ended, as they did.
 
         prompts: rows of input_ids, with rows["id"] (unique among unfinished requests), rows["seed"], rows["greedy"] (1: greedy,
         whatever ``sampling`` is) and, optional, rows["begun"] (number of last tokens that are the beginning of the response, not
-        returned again) and rows["max_tokens"] (of the response, instead of that of ``sampling``). None: no new ones.
+        returned again) and rows of the fields of ``sampling`` in OWN_SAMPLING, which replace them. None: no new ones. abort: ids
+        of requests that are ended before. streams: also return the new tokens of unfinished requests.
 
         Returned tokens: input_ids, rollout_log_probs, weight_version (T,). Returned rows: id, finished (1: terminated, 0:
-        truncated).
+        truncated); with ``streams`` also ended (bool), of which all tokens are returned.
         """
         self.memory_scheduler.enter("generate")
+        if abort:
+            self.rollout.abort(abort)
         if prompts is not None:
             self.rollout.submit(requests_of(prompts, sampling))
         ended: list[Completion] = []
@@ -83,7 +88,9 @@ class RolloutRole:
         while steps and self.rollout.unfinished:
             ended += self.rollout.step()
             steps -= 1
-        return answers(ended)
+        if not streams:
+            return answers(ended)
+        return suspended([*ended, *map(NewTokens.partial, self.rollout.new_tokens())])
 
     def suspend(self) -> Batch:
         """Take all unfinished requests from the engine; returns what it has sampled for them, with the columns of ``advance``.
@@ -97,15 +104,20 @@ class RolloutRole:
         return self.rollout.stats()
 
 
+OWN_SAMPLING = ("temperature", "top_k", "top_p", "max_tokens")
+"""Fields of Sampling that a request may have of its own."""
+
+
 def requests_of(prompts: Batch, sampling: Sampling) -> list[Request]:
     columns = [prompts.rows[name].tolist() for name in ("id", "seed")]
     begun = prompts.rows.get("begun", torch.zeros_like(prompts.lengths))
-    most = prompts.rows.get("max_tokens", torch.full_like(prompts.lengths, sampling.max_tokens))
-    kinds = [*zip(prompts.rows["greedy"].tolist(), most.tolist(), strict=True)]
+    own = [name for name in OWN_SAMPLING if name in prompts.rows]
+    kinds = [*zip(*(prompts.rows[name].tolist() for name in ("greedy", *own)), strict=True)]
     # Made once for all requests that share it.
-    of_kind = {(False, sampling.max_tokens): sampling}
-    for greedy, tokens in {*kinds} - of_kind.keys():
-        of_kind[greedy, tokens] = replace(sampling, temperature=0.0 if greedy else sampling.temperature, max_tokens=tokens)
+    of_kind = {}
+    for greedy, *values in {*kinds}:
+        kind = replace(sampling, **dict(zip(own, values, strict=True))) if own else sampling
+        of_kind[greedy, *values] = replace(kind, temperature=0.0) if greedy else kind
     rows = zip(
         map(Tensor.tolist, prompts.split_rows("input_ids")), (prompts.lengths - begun).tolist(), kinds, *columns, strict=True
     )

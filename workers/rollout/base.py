@@ -119,6 +119,10 @@ class NewTokens:
     log_probs: list[float]
     versions: list[int]
 
+    def partial(self) -> Completion:
+        """The tokens in the form of an unfinished response that was aborted."""
+        return Completion(self.id, tuple(self.token_ids), tuple(self.log_probs), "abort", tuple(self.versions))
+
 
 @dataclass(frozen=True, slots=True)
 class RolloutSpec:

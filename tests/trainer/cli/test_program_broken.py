@@ -174,6 +174,7 @@ OTHERS = [
     ("export trainer.dry_run=full", "trainer.dry_run=full: trainer.main_export has no plan to show"),
     ("eval reward.scorer=none", "reward.scorer=none: nothing would score the responses"),
     ("parity engines=[none]", "none"),
+    ("serve port=http", 'port="http": must be a valid integer'),
     ("serve_reward server.port=http", 'server.port="http": must be a valid integer'),
 ]
 

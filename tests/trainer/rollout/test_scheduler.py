@@ -134,3 +134,21 @@ def test_two_replicas_take_the_time_of_one_queue_over_both(n_groups: int, slots:
             found.append(simulate(lengths, balance, slots=slots)[0] / both.seconds)
     print(ratios)
     assert max(ratios["tokens"]) < 1.05 and max(ratios["tokens"]) < max(ratios["static"])
+
+
+def test_forgotten_rows_free_their_slots_unless_their_replica_has_a_call() -> None:
+    scheduler = RolloutScheduler(n_replicas=1, slots=2, max_tokens=100, balance="tokens")
+    scheduler.admit([0, 1], 10)
+    scheduler.admit([2], 10)
+    scheduler.admit([3, 4], 10)
+    assert scheduler.calls() == {0: [0, 1]}
+    # Waiting rows are forgotten at any time, and those of a replica that has a call later.
+    assert scheduler.forget([1, 3]) == {} and scheduler.has(1) and scheduler.unfinished == 4
+    scheduler.record({0: Ended([0], [5])})
+    assert scheduler.forget([0, 1]) == {0: [1]} and not scheduler.has(1)
+    assert scheduler.calls() == {0: [2, 4]}
+    scheduler.record({0: Ended([2, 4], [5, 5])})
+    assert scheduler.unfinished == 0 and scheduler._prompt_tokens == [0.0]
+    scheduler.forget([2, 4])
+    assert scheduler._last == {}
+    assert scheduler.calls() == {} and scheduler.calls(also=[0]) == {0: []}

@@ -65,7 +65,7 @@ def small() -> Iterator[str]:
         ({"query": []}, JSON, 422, 'a JSON object with "query"'),
         ({"query": ["a"], "data_sources": ["gsm9k"]}, JSON, 422, "data_source 'gsm9k' has no scorer"),
         (ONE, JSON, 422, "data_source '' has no scorer"),
-        ({"query": ["x" * 70_000]}, JSON, 413, "larger than server.max_request_mb=0.0625; send fewer answers"),
+        ({"query": ["x" * 70_000]}, JSON, 413, "larger than server.max_request_mb=0.0625; send less at once"),
     ],
 )
 def test_invalid_request_is_a_one_line_error(small: str, body: Any, headers: dict[str, str], status: int, output: str) -> None:

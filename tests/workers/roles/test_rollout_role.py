@@ -1,12 +1,13 @@
 """What the rollout role asks of its engine."""
 
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
 
 from workers.batch import Batch
 from workers.roles.rollout_role import RolloutRole, requests_of
-from workers.rollout.base import Completion, Request, Sampling
+from workers.rollout.base import Completion, NewTokens, Request, Sampling
 
 SAMPLING = Sampling(temperature=0.7, top_k=5, top_p=0.9, max_tokens=3, stop_token_ids=(1,))
 
@@ -69,3 +70,43 @@ def test_suspended_responses_that_ended_before_are_marked() -> None:
     found = role.suspend()
     assert found.rows["ended"].tolist() == [True, False] and found.rows["id"].tolist() == [0, 1]
     assert found.lengths.tolist() == [2, 1]
+
+
+def test_own_sampling_of_requests_replaces_the_shared_one() -> None:
+    prompts = Batch(
+        torch.tensor([1, 1]),
+        tokens={"input_ids": torch.tensor([5, 6])},
+        rows={
+            "id": torch.tensor([0, 1]), "seed": torch.tensor([1, 2]), "greedy": torch.tensor([False, True]),
+            "temperature": torch.tensor([0.3, 0.4], dtype=torch.float64), "top_p": torch.tensor([0.9, 1.0], dtype=torch.float64),
+            "top_k": torch.tensor([4, -1]), "max_tokens": torch.tensor([7, 8]),
+        },
+    )  # fmt: skip
+    first, second = (request.sampling for request in requests_of(prompts, SAMPLING))
+    assert first == replace(SAMPLING, temperature=0.3, top_p=0.9, top_k=4, max_tokens=7)
+    assert second == replace(SAMPLING, temperature=0.0, top_p=1.0, top_k=-1, max_tokens=8)
+
+
+def test_streamed_call_returns_new_tokens_of_unfinished_responses_and_aborts_before_its_steps() -> None:
+    class Streaming(Engine):
+        aborted: tuple[int, ...] = ()
+
+        def abort(self, ids: Any = None) -> list[Completion]:
+            self.aborted = tuple(ids)
+            return []
+
+        def new_tokens(self) -> list[NewTokens]:
+            assert self.unfinished == 1, "after the steps"
+            return [NewTokens(3, [7, 8], [-0.25, -0.5], [4, 4])]
+
+    engine = Streaming()
+    prompts = Batch(
+        torch.tensor([1, 1]),
+        tokens={"input_ids": torch.tensor([5, 6])},
+        rows={"id": torch.tensor([3, 4]), "seed": torch.tensor([1, 2]), "greedy": torch.tensor([False, False])},
+    )
+    role = RolloutRole(cast(Any, engine), cast(Any, None), cast(Any, Awake()), cast(Any, None))
+    part = role.advance(prompts, SAMPLING, 1, (9,), True)
+    assert engine.aborted == (9,)
+    assert part.rows["id"].tolist() == [4, 3] and part.rows["ended"].tolist() == [True, False]
+    assert part.tokens["input_ids"].tolist() == [6, 7, 8]

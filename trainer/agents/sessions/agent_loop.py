@@ -39,7 +39,7 @@ from trainer.data.seam import Seams
 from trainer.rewards.scoring import finite
 from trainer.run.user_code import load_function
 
-_KEY = "actor_rollout_ref.rollout"
+KEY = "actor_rollout_ref.rollout"
 _T = TypeVar("_T")
 
 
@@ -65,15 +65,15 @@ class AgentKit:
         self.tools: list[AnyTool] = []
         self.interactions: dict[str, Any] = {}
         if config.tool_config_path is not None:
-            self.tools += load_tools(config.tool_config_path, f"{_KEY}.multi_turn.tool_config_path")
+            self.tools += load_tools(config.tool_config_path, f"{KEY}.multi_turn.tool_config_path")
         if config.function_tool_path is not None:
-            self.tools += load_function_tools(config.function_tool_path, f"{_KEY}.multi_turn.function_tool_path")
-        unique(self.tools, f"{_KEY}.multi_turn.function_tool_path")
+            self.tools += load_function_tools(config.function_tool_path, f"{KEY}.multi_turn.function_tool_path")
+        unique(self.tools, f"{KEY}.multi_turn.function_tool_path")
         if config.interaction_config_path is not None:
-            self.interactions = load_interactions(config.interaction_config_path, f"{_KEY}.multi_turn.interaction_config_path")
+            self.interactions = load_interactions(config.interaction_config_path, f"{KEY}.multi_turn.interaction_config_path")
         self.environment = None
         if config.environment is not None:
-            self.environment = load_environment(config.environment, f"{_KEY}.multi_turn.environment")
+            self.environment = load_environment(config.environment, f"{KEY}.multi_turn.environment")
         self._own: dict[str, AgentLoop] = {}
         self.loop(self.default_loop)
 
@@ -89,10 +89,10 @@ class AgentKit:
         path, colon, function = name.rpartition(":")
         if not colon:
             raise ValueError(
-                f"{_KEY}.agent.default_agent_loop={name}: no such loop; use {', '.join(LOOPS)}, or path/to/file.py:function"
+                f"{KEY}.agent.default_agent_loop={name}: no such loop; use {', '.join(LOOPS)}, or path/to/file.py:function"
             )
         if name not in self._own:
-            self._own[name] = _isolated(load_function(path, function, f"{_KEY}.agent.default_agent_loop={name}"))
+            self._own[name] = _isolated(load_function(path, function, f"{KEY}.agent.default_agent_loop={name}"))
         return self._own[name]
 
 
@@ -117,13 +117,23 @@ class AgentSession:
     """One trajectory, as its loop sees it.
 
     messages: the conversation; loops append to it. finished, reward, extra: see Finished; loops set them. metrics: numbers that
-    loops add to. user_code: runs all code of the user. answered: number of turns of the model so far.
+    loops add to. user_code: runs all code of the user. answered: number of turns of the model so far. waits: see Journal.
     """
 
     def __init__(
-        self, journal: Journal, kit: AgentKit, user_code: SessionLoop, ask: Callable[[Wanted], None], died: str | None = None
+        self,
+        journal: Journal,
+        kit: AgentKit,
+        user_code: SessionLoop,
+        ask: Callable[[Wanted], None],
+        died: str | None = None,
+        *,
+        restarted: bool = False,
     ) -> None:
-        """ask: sends a message. died: why no user code runs any more, if so; the session then ends after its journal."""
+        """ask: sends a message. died: why no user code runs any more, if so; the session then ends after its journal.
+
+        restarted: it has begun anew, which its first message says.
+        """
         self.task, self.kit, self.user_code = journal.task, kit, user_code
         self.tree = ConversationTree(kit.seams, on_break=kit.config.on_break)
         self.messages: list[Message] = [*journal.task.prompt]
@@ -132,7 +142,8 @@ class AgentSession:
         self.extra: dict[str, Any] = {}
         self.metrics = defaultdict[str, float](float)
         self.answered = 0
-        self._ask, self._died = ask, died
+        self.waits = journal.waits
+        self._ask, self._died, self._restarted = ask, died, restarted
         self._turns = deque(journal.turns)
         self._outcomes = deque(journal.outcomes)
         self._new: list[Any] = []
@@ -173,7 +184,7 @@ class AgentSession:
             raise
 
     async def _sample(self, tools: list[Any] | None) -> Reply | None:
-        call = self._request(tools)
+        call = self._first_or_next(tools)
         prompt = len(call.prompt_ids)
         observed = max(0, prompt - self._context) if self.answered else 0
         if self._used + observed >= self.task.max_tokens:
@@ -182,20 +193,32 @@ class AgentSession:
         self.metrics["tokens/observed"] += observed
         most = self.task.max_tokens - self._used
         turn = await self._next(call, most)
+        reply = self.record(call, turn, tools, number=self.answered - 1, most=most)
+        self.messages.append(reply.message)
+        self.mark(reply.message, sampled=True, **({"truncated": True} if reply.truncated else {}))
+        self._context = prompt + len(turn.token_ids)
+        self._used += len(turn.token_ids)
+        return reply
+
+    def record(
+        self, call: Call, turn: SampledTurn, tools: list[Any] | None, *, number: int, most: int, stop: str | None = None
+    ) -> Reply:
+        """Parse a turn, and add it to the tree.
+
+        number: of the turn, part of its calls' ids. most: tokens that it could have had. stop: text at which it was cut.
+        """
         truncated = turn.finish_reason != "stop"
         # Without the stop token. With special tokens: formats use some as their markup.
         ids = turn.token_ids.tolist()
         text = self.kit.seams.text(ids if truncated else ids[:-1])
+        if stop is not None:
+            text = text.partition(stop)[0]
         reply = Reply({"role": "assistant", "content": text}, (), truncated)
         if tools is not None and not truncated:
             thinks = opens_thinking(self.tree.nodes[call.node].text or "")
-            parsed = parse_turn(self.kit.format, text, tools, turn=self.answered - 1, in_thinking=thinks)
+            parsed = parse_turn(self.kit.format, text, tools, turn=number, in_thinking=thinks)
             reply = Reply(parsed.message(), parsed.calls, truncated)
         self._calls.append((self.tree.record(call, turn, reply.message), call, most))
-        self.messages.append(reply.message)
-        self.mark(reply.message, sampled=True, **({"truncated": True} if truncated else {}))
-        self._context = prompt + len(turn.token_ids)
-        self._used += len(turn.token_ids)
         self.metrics["turns"] += 1
         self.metrics["tokens/sampled"] += len(turn.token_ids)
         return reply
@@ -227,12 +250,15 @@ class AgentSession:
             found.append(reduce(or_, facts, {**message}))
         return found
 
-    async def run(self) -> Finished:
-        """Run the loop to its end. An exception of user code ends the session with what it has, see ``error`` in extra."""
+    async def run(self, program: AgentLoop | None = None) -> Finished:
+        """Run the loop to its end. An exception of user code ends the session with what it has, see ``error`` in extra.
+
+        program: the loop instead of the one that the row or the configuration names.
+        """
         chosen = self.task.agent or self.kit.default_loop
         loop = environment_agent if chosen == "tool_agent" and self.kit.environment is not None else self.kit.loop(chosen)
         try:
-            self.reward = await loop(self)
+            self.reward = await (program or loop)(self)
             if self._turns or self._outcomes:
                 raise SessionRefused(f"session {self.task.id} ended before its journal: tools, template or settings have changed")
         except SessionEnded as error:
@@ -255,6 +281,7 @@ class AgentSession:
             messages=self.marked(),
             outcomes=self._new,
             turns=self._places(rows),
+            restarted=self._restarted,
         )
 
     def _fail(self, reason: str) -> None:
@@ -262,7 +289,7 @@ class AgentSession:
         self.extra["error"] = reason
         self.metrics["errors"] += 1
 
-    def _request(self, tools: list[Any] | None) -> Call:
+    def _first_or_next(self, tools: list[Any] | None) -> Call:
         try:
             call = self.tree.request(self.messages, tools)
         except BrokenConversation as error:
@@ -280,15 +307,39 @@ class AgentSession:
                 )
         return call
 
+    @property
+    def repeats(self) -> bool:
+        """Whether the journal has turns that no call has got yet."""
+        return bool(self._turns)
+
+    def repeats_others(self, call: Call) -> bool:
+        """Whether the journal has turns that other calls have not got yet."""
+        return any((turn.key, turn.ordinal) != (call.key, call.ordinal) for turn in self._turns)
+
+    def recorded(self, call: Call) -> SampledTurn | None:
+        """The turn that the journal has for a call, which gets it, whatever the order of the calls."""
+        for place, turn in enumerate(self._turns):
+            if (turn.key, turn.ordinal) == (call.key, call.ordinal):
+                del self._turns[place]
+                self.answered += 1
+                if self.waits == (call.key, call.ordinal):
+                    self.waits = None
+                return turn
+        return None
+
+    async def ask(self, call: Call, max_tokens: int) -> None:
+        """Wait for a turn of the model, for one call at a time. Raises SessionEnded if no user code runs any more."""
+        if self._died is not None:
+            raise SessionEnded(self._died)
+        self._arrived = asyncio.get_running_loop().create_future()
+        ids = np.array(call.prompt_ids, dtype=np.int64)
+        self._ask(Wanted(self.task.id, call.key, call.ordinal, ids, max_tokens, self._new, self._restarted))
+        self._new, self._restarted = [], False
+        await self._arrived
+
     async def _next(self, call: Call, max_tokens: int) -> SampledTurn:
         if not self._turns:
-            if self._died is not None:
-                raise SessionEnded(self._died)
-            self._arrived = asyncio.get_running_loop().create_future()
-            ids = np.array(call.prompt_ids, dtype=np.int64)
-            self._ask(Wanted(self.task.id, call.key, call.ordinal, ids, max_tokens, self._new))
-            self._new = []
-            await self._arrived
+            await self.ask(call, max_tokens)
         turn = self._turns.popleft()
         if (turn.key, turn.ordinal) != (call.key, call.ordinal):
             raise SessionRefused(
@@ -310,7 +361,7 @@ class AgentSession:
         if rows:
             return [_part(row, len(self.tree.nodes[row.nodes[0]].ids)) for row in rows]
         # Nothing was sampled: the prompt alone, without trained tokens.
-        call = self._first or self._request(None)
+        call = self._first or self._first_or_next(None)
         n = len(call.prompt_ids)
         empty = np.zeros(n, dtype=bool), np.zeros(n, dtype=np.float32), np.full(n, -1, dtype=np.int32)
         return [Part(np.array(call.prompt_ids, dtype=np.int64), *empty, n)]
@@ -405,7 +456,7 @@ def _interaction(session: AgentSession, name: str) -> InteractionSession | None:
     if chosen not in interactions:
         raise SessionRefused(
             f"extra_info.interaction_kwargs.name={chosen} in data source {session.task.data_source}: no such interaction; "
-            f"{_KEY}.multi_turn.interaction_config_path has {', '.join(interactions)}"
+            f"{KEY}.multi_turn.interaction_config_path has {', '.join(interactions)}"
         )
     seconds = session.kit.config.tool_timeout
     return InteractionSession(interactions[chosen], session.user_code, session=name, kwargs=kwargs, seconds=seconds)

@@ -60,6 +60,7 @@ class AgentPool:
         self._setup = packed(setup)
         self._timeout = setup.multi_turn.tool_timeout
         self._size = setup.agent.num_workers
+        self._has_program = setup.agent.program is not None
         self._homes: list[_AgentProcess] = []
         self._quarantine: _AgentProcess | None = None
         self._isolated: _Session | None = None
@@ -81,7 +82,7 @@ class AgentPool:
         for given in sessions:
             task = given if isinstance(given, Task) else given.task
             assert task.id not in self._sessions, f"session {task.id} is live"
-            journal = Journal(task) if isinstance(given, Task) else Journal(task, [*given.turns], [*given.outcomes])
+            journal = Journal(task) if isinstance(given, Task) else given.copy()
             session = self._sessions[task.id] = _Session(journal)
             self._place(session, self._home(session))
         self._flush()
@@ -91,7 +92,12 @@ class AgentPool:
         for id, turn in turns.items():
             session = self._sessions[id]
             assert not session.owed, f"session {id} wants no turn"
+            if session.early is not None:  # it has begun anew meanwhile: nothing waits for this turn
+                self._give(session, session.early)
+                session.early = None
+                continue
             session.journal.turns.append(turn)
+            session.journal.waits = None
             session.owed = True
             if session.died is not None:
                 self._place(session, self._home(session))
@@ -166,15 +172,13 @@ class AgentPool:
         return self._homes[session.journal.task.id % self._size]
 
     def _place(self, session: _Session, process: _AgentProcess) -> None:
-        """Start a session in a process, from its journal."""
+        """Start a session in a process, from its journal, unless it has finished early."""
         session.process, session.number, session.leaves, session.runs = process, 0, False, False
-        if process.drains:  # it starts in the next one
+        if process.drains or isinstance(session.early, Finished):  # it starts in the next one, or never
             return
         session.number = next(self._numbers)
         process.sessions[session.number] = session
-        journal = session.journal
-        # A copy: turns that follow are sent by themselves.
-        copy = Journal(journal.task, [*journal.turns], [*journal.outcomes])
+        copy = session.journal.copy()  # turns that follow are sent by themselves
         self._send(session, process, ("start", session.number, (copy, session.died)), len(copy.outcomes))
 
     def _send(self, session: _Session, process: _AgentProcess, message: tuple[str, int, Any], repeated: int) -> None:
@@ -261,22 +265,32 @@ class AgentPool:
                 del process.sessions[session.number]
                 self._return(session)
             return
+        if message.restarted:
+            session.journal = Journal(session.journal.task)
         # Otherwise it repeats a call that was answered before the process was replaced.
         if answered != len(session.journal.turns) and session.died is None:
             return
         session.runs = False
         if session.owed:
-            id = session.journal.task.id
-            session.owed = False
-            session.journal.outcomes += message.outcomes
-            self._answers[id] = message
-            if isinstance(message, Finished):
-                del self._sessions[id], process.sessions[session.number]
-                if session is self._isolated:
-                    self._isolated = None
-                return
-        if session is self._isolated:
+            self._give(session, message)
+        elif message.restarted:  # its turn of before is in an engine; it is answered when that has ended
+            session.early = message
+        if isinstance(message, Finished):
+            del process.sessions[session.number]
+            if session is self._isolated:
+                self._isolated = None
+        elif session is self._isolated:
             self._leave(session, process)
+
+    def _give(self, session: _Session, message: Wanted | Finished) -> None:
+        """Take the answer that a session owes."""
+        id, session.owed = session.journal.task.id, False
+        session.journal.outcomes += message.outcomes
+        self._answers[id] = message
+        if isinstance(message, Wanted):
+            session.journal.waits = message.key, message.ordinal
+        else:
+            del self._sessions[id]
 
     def _leave(self, session: _Session, process: _AgentProcess) -> None:
         session.leaves = True
@@ -356,6 +370,7 @@ class AgentPool:
             suspects
             or [session for session in inside if session.number in marked]
             or [session for session in inside if session.runs]
+            or (inside if self._has_program else [])  # a program may run while it waits for another call
         )
         self._homes[self._homes.index(process)] = new = self._new_process()
         for session in inside:
@@ -392,6 +407,7 @@ class _Session:
     """A live session. owed: the controller waits for its answer. process, number: where it is, and as what; 0: not started.
 
     runs: the process has a message of it without an answer; until deadline. leaves: it was asked to stop. died: why it is ended.
+    early: an answer before it is owed, of a session that has begun anew.
     """
 
     journal: Journal
@@ -402,6 +418,7 @@ class _Session:
     deadline: float = inf
     leaves: bool = False
     died: str | None = None
+    early: Wanted | Finished | None = None
 
 
 class _AgentProcess:

@@ -15,7 +15,7 @@ import pickle
 import socket
 import traceback
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -24,6 +24,7 @@ import numpy as np
 
 from trainer.agents.isolation import SessionLoop, UserCodeError
 from trainer.agents.sessions.agent_loop import AgentKit, AgentSession, AgentSetup, SessionRefused
+from trainer.agents.sessions.agent_program import JournalDiffers, ProgramRunner
 from trainer.agents.sessions.protocol import Finished, Journal, Wanted
 from workers.controller.environment import limit_memory
 from workers.controller.stacks import enable_stack_reports
@@ -98,9 +99,9 @@ class _TrackedLoop(SessionLoop):
         self._marks.mark(self._number, (self._running > 0 and not self._waits) or self.hung > 0)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Running:
-    """A session that was started."""
+    """A session that was started; another one if it began anew."""
 
     session: AgentSession
     loop: _TrackedLoop
@@ -110,8 +111,10 @@ class _Running:
 class AgentServer:
     """The sessions of a process, by number. One write per turn of the event loop, with all answers."""
 
-    def __init__(self, kit: AgentKit, marks: Marks, write: Callable[[bytes], None]) -> None:
+    def __init__(self, kit: AgentKit, marks: Marks, write: Callable[[bytes], None], program: ProgramRunner | None = None) -> None:
+        """program: runs all sessions, if there is one."""
         self._kit, self._marks, self._write = kit, marks, write
+        self._program = program
         self._running: dict[int, _Running] = {}
         self._tasks: dict[int, asyncio.Task[Finished]] = {}
         """The last start of each session."""
@@ -134,13 +137,26 @@ class AgentServer:
     def _start(self, number: int, journal: Journal, died: str | None) -> None:
         def ask(wanted: Wanted) -> None:
             loop.wait(True)
-            self._answer(number, session.answered, wanted)
+            self._answer(number, running.session.answered, wanted)
 
-        loop = _TrackedLoop(self._marks, number, died)
+        async def run(previous: asyncio.Task[Finished] | None) -> Finished:
+            # An earlier start that was stopped may still release instances of tools, which have the same names.
+            if previous is not None:
+                await asyncio.wait({previous})
+            if self._program is None:
+                return await running.session.run()
+            try:
+                return await running.session.run(self._program.run)
+            except JournalDiffers:
+                anew = Journal(journal.task)
+                running.session = AgentSession(anew, self._kit, loop, ask, died, restarted=True)
+                return await running.session.run(self._program.run)
+
+        id, loop = journal.task.id, _TrackedLoop(self._marks, number, died)
         session = AgentSession(journal, self._kit, loop, ask, died)
-        task = asyncio.create_task(_after(self._tasks.get(session.task.id), session))
-        self._running[number] = _Running(session, loop, task)
-        self._tasks[session.task.id] = task
+        task = asyncio.create_task(run(self._tasks.get(id)))
+        running = self._running[number] = _Running(session, loop, task)
+        self._tasks[id] = task
         task.add_done_callback(partial(self._end, number))
 
     def _end(self, number: int, task: asyncio.Task[Finished]) -> None:
@@ -167,13 +183,6 @@ class AgentServer:
         hung = self._hung + sum(running.loop.hung for running in self._running.values())
         self._write(packed((hung, self._answers)))
         self._answers = []
-
-
-async def _after(previous: asyncio.Task[Finished] | None, session: AgentSession) -> Finished:
-    # An earlier start that was stopped may still release instances of tools, which have the same names.
-    if previous is not None:
-        await asyncio.wait({previous})
-    return await session.run()
 
 
 def packed(content: Any) -> bytes:
@@ -215,12 +224,16 @@ async def _serve(connection: socket.socket, marks: Marks) -> None:
         limit_memory(setup.agent.memory_limit_mb << 20)
     try:
         kit = AgentKit(setup)
+        program = None if setup.agent.program is None else ProgramRunner(setup.agent.program)
     except ValueError as error:
         writer.write(packed(str(error)))
         await writer.drain()
         return
-    server = AgentServer(kit, marks, writer.write)
-    heart = asyncio.create_task(beat())
-    writer.write(packed(kit.continues))
-    while not heart.done():
-        server.receive(await read())
+    async with AsyncExitStack() as stack:
+        if program is not None:
+            await stack.enter_async_context(program.serving())
+        server = AgentServer(kit, marks, writer.write, program)
+        heart = asyncio.create_task(beat())
+        writer.write(packed(kit.continues))
+        while not heart.done():
+            server.receive(await read())

@@ -52,7 +52,8 @@ class SampledTurn:
 class Wanted:
     """The session needs a turn of the model after ``prompt_ids`` (int64), of at most ``max_tokens`` tokens.
 
-    key, ordinal: identity of the call, part of its seed. outcomes: of user code since its last message, JSON.
+    key, ordinal: identity of the call, part of its seed. outcomes: of user code since its last message, JSON. restarted: the
+    session could not be repeated, and has begun anew: its journal is void.
     """
 
     id: int
@@ -61,6 +62,7 @@ class Wanted:
     prompt_ids: np.ndarray
     max_tokens: int
     outcomes: list[Any] = field(default_factory=list)
+    restarted: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +97,8 @@ class Finished:
     finished: whether the last turn ended by itself (not truncated, and not ended by a limit). reward: of an environment or an
     agent loop that scores its sessions; None: the reward function scores it. extra: what the reward function gets in
     extra_info besides the data set's (num_turns, tool_rewards, turn_scores ...), JSON; error: why the session ended early.
-    metrics: numbers of this session. messages: the whole conversation, JSON, for people; see AgentSession.marked. outcomes: as in
-    ``Wanted``. turns: of the model, in order.
+    metrics: numbers of this session. messages: the whole conversation, JSON, for people; see AgentSession.marked. outcomes,
+    restarted: as in ``Wanted``. turns: of the model, in order.
     """
 
     id: int
@@ -108,15 +110,22 @@ class Finished:
     messages: list[dict[str, Any]]
     outcomes: list[Any] = field(default_factory=list)
     turns: list[TurnPlace] = field(default_factory=list)
+    restarted: bool = False
 
 
 @dataclass(slots=True)
 class Journal:
     """A session so far. A process that is given it repeats the session up to here without user code and without the model.
 
-    The last turn may lack its answer: a session that was given a turn and has not answered yet.
+    The last turn may lack its answer: a session that was given a turn and has not answered yet. waits: key and ordinal of the
+    call that has no turn yet.
     """
 
     task: Task
     turns: list[SampledTurn] = field(default_factory=list)
     outcomes: list[Any] = field(default_factory=list)
+    waits: tuple[int, int] | None = None
+
+    def copy(self) -> Journal:
+        """A journal that can grow by itself."""
+        return Journal(self.task, [*self.turns], [*self.outcomes], self.waits)

@@ -74,7 +74,7 @@ def restore(arrays: Mapping[str, Tensor], sessions: Sequence[Session]) -> None:
     for place, (session, n_turns, key, ordinal, outcomes) in enumerate(
         zip(sessions, *saved, _texts(arrays, "outcomes", "session_text"), strict=True)
     ):
-        session.journal = Journal(session.task, [next(turns) for _ in range(n_turns)], outcomes)
+        session.journal = Journal(session.task, [next(turns) for _ in range(n_turns)], outcomes, waits=(key, ordinal))
         session.partial, session.interrupted = {name: of_each[place] for name, of_each in partial.items()}, (key, ordinal)
 
 

@@ -101,9 +101,11 @@ class Session:
         self.partial, self.journal, self.interrupted, self.restarted = _nothing(), None, None, True
 
     def resumed(self, wanted: Wanted) -> None:
-        """Its process has repeated the journal and waits for this call."""
+        """Its process has repeated the journal and waits for this call, or has begun anew."""
+        if wanted.restarted:
+            self.restart()
         # Otherwise what was sampled for its call would continue another one.
-        if (wanted.key, wanted.ordinal) != self.interrupted:
+        elif (wanted.key, wanted.ordinal) != self.interrupted:
             raise ValueError(f"session {self.id} does not wait for the call that was saved: tools or template have changed")
         self.wanted, self.journal, self.interrupted = wanted, None, None
 
@@ -181,6 +183,8 @@ class SessionFlow:
         """The same, by the id of the task."""
         self._due: set[int] = set()
         """Tasks whose process has not answered yet."""
+        self._early: list[Finished] = []
+        """Sessions that were restored, began anew, and have finished at once."""
         self._runs = False
         """Whether engines have calls."""
 
@@ -207,7 +211,11 @@ class SessionFlow:
             # Now: they are in the engines from the first tick on, as in the run that was not resumed.
             for answer in self._agents.collect(restored):
                 session = self._of_task[answer.id]
-                assert isinstance(answer, Wanted), "a session that has finished is not in flight"
+                if isinstance(answer, Finished):
+                    assert answer.restarted, "a session that has finished is not in flight"
+                    session.restart()
+                    self._early.append(answer)
+                    continue
                 session.resumed(answer)
                 known.append(session)
         self._enter(sorted(known, key=lambda session: session.id))
@@ -230,7 +238,7 @@ class SessionFlow:
     def start(self) -> bool:
         """Give the replicas their next calls; returns whether a call or an agent is at work."""
         self._runs = self._flow.start()
-        return self._runs or bool(self._due)
+        return self._runs or bool(self._due or self._early)
 
     def wait(self) -> list[Batch]:
         """Wait for the end of this tick; returns the sessions that finished."""
@@ -238,7 +246,7 @@ class SessionFlow:
         self._reply(ended)
         if self._in_step:
             return self._take(self._agents.collect(due))
-        return self._take(self._agents.ready(0.0 if self._flow.unfinished else inf))
+        return self._take(self._agents.ready(inf if self._due and not self._flow.unfinished else 0.0))
 
     def settle(self) -> list[Batch]:
         """Wait for calls and agents; the engines keep the requests. Returns sessions that finished."""
@@ -286,9 +294,11 @@ class SessionFlow:
     def _take(self, answers: Iterable[Wanted | Finished]) -> list[Batch]:
         """Requests of the sessions that want a turn, in order; rows of those that have finished."""
         wanted, rows = list[Session](), list[Batch]()
+        answers, self._early = [*self._early, *answers], []
         for answer in sorted(answers, key=lambda answer: self._of_task[answer.id].id):
             self._due.discard(answer.id)
             session = self._of_task[answer.id]
+            session.restarted |= answer.restarted
             if isinstance(answer, Wanted):
                 session.wanted = answer
                 wanted.append(session)

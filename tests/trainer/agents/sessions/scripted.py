@@ -147,7 +147,13 @@ def multi_turn(**changes: Any) -> MultiTurnConfig:
 
 
 def setup(
-    folder: Path, *files: str, family: Family = QWEN25, workers: int = 1, loop: str = "tool_agent", **changes: Any
+    folder: Path,
+    *files: str,
+    family: Family = QWEN25,
+    workers: int = 1,
+    loop: str = "tool_agent",
+    program: str | None = None,
+    **changes: Any,
 ) -> AgentSetup:
     """files: of "tools", "stateful", "user"."""
     (folder / "tools.py").write_text(TOOLS)
@@ -158,7 +164,7 @@ def setup(
     keys = {"tools": "function_tool_path", "stateful": "tool_config_path", "user": "interaction_config_path"}
     names = {"tools": "tools.py", "stateful": "stateful.yaml", "user": "user.yaml"}
     changes = {keys[file]: str(folder / names[file]) for file in files} | changes
-    agent = AgentConfig(num_workers=workers, default_agent_loop=loop, memory_limit_mb=16_384)
+    agent = AgentConfig(num_workers=workers, default_agent_loop=loop, program=program, memory_limit_mb=16_384)
     return AgentSetup(family.tokenizer, {}, multi_turn(**changes), agent)
 
 

@@ -3,7 +3,7 @@
 import random
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import numpy as np
@@ -289,6 +289,8 @@ def test_interrupted_sessions_continue_bitwise(restarts: bool) -> None:
                 sessions = AgentSessions(agents, max_prompt=8, max_tokens=MOST)
                 again = [new_session(sessions, one.id) for one in unfinished]
                 restore(arrays, again)
+                calls = [(one.call.key, one.call.ordinal) if one.wanted else one.interrupted for one in unfinished]
+                assert [one.journal.waits for one in again if one.journal is not None] == calls
                 of_id |= {one.id: one for one in again}
                 ended_ids = [id for id, one in of_id.items() if isinstance(one, Batch)]
                 of_row = zip(ended_ids, unpack_rows(arrays), strict=True)
@@ -313,6 +315,42 @@ def test_session_that_cannot_be_repeated_begins_anew_and_is_counted() -> None:
     (rows,) = drive(flow)
     assert trained([rows]) == trained(run(1, step=4)[0])
     assert rows.objects["session"][0]["metrics"]["restarted"] == 1
+
+
+class Changed(Agents):
+    """Sessions with a journal begin anew; the process says so with its first answer."""
+
+    def start(self, sessions: Sequence[Task | Journal]) -> None:
+        super().start([one.task if isinstance(one, Journal) else one for one in sessions])
+        ids = [one.task.id for one in sessions if isinstance(one, Journal)]
+        self.answers |= {id: replace(self.answers[id], restarted=True) for id in ids}
+
+
+class Short(Changed):
+    """The same, but they finish at once."""
+
+    def start(self, sessions: Sequence[Task | Journal]) -> None:
+        super().start(sessions)
+        for one in sessions:
+            if isinstance(one, Journal):
+                part = Part(np.array([1]), np.array([False]), np.zeros(1, np.float32), np.array([-1], np.int32), 1)
+                self.answers[one.task.id] = Finished(one.task.id, [part], True, 1.0, {}, {"turns": 0.0}, [], restarted=True)
+
+
+@pytest.mark.parametrize("kind", [Changed, Short])
+@pytest.mark.parametrize("in_step", [True, False])
+def test_session_whose_process_begins_it_anew_continues_nothing_and_is_counted(kind: type[Agents], in_step: bool) -> None:
+    agents = kind()
+    sessions = AgentSessions(agents, max_prompt=8, max_tokens=MOST)
+    one = new_session(sessions, 0)
+    one.partial = {name: torch.ones(3, dtype=dtype) for name, dtype in COLUMNS.items()}
+    one.journal, one.interrupted = Journal(one.task, outcomes=["of the first process"]), (5, 0)
+    flow = SessionFlow(agents, lambda ids: [one], lambda requests: Turns(requests, 4), in_step=in_step)
+    flow.admit([0], 1)
+    (rows,) = drive(flow)
+    if kind is Changed:
+        assert trained([rows]) == trained(run(1, step=4)[0])
+    assert rows.objects["session"][0]["metrics"]["restarted"] == 1 and not flow.unfinished
 
 
 def test_discarded_sessions_leave_no_agent_at_work() -> None:

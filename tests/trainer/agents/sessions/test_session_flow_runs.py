@@ -51,6 +51,34 @@ class Count(Environment):
 class Forgetful(Count):
     pure = False
 '''
+PROGRAM = '''
+import asyncio
+from openai import AsyncOpenAI, OpenAI
+
+
+def line(base_url, api_key, task):
+    """Turns one after the other, until one has a length that is a multiple of 4."""
+    client, messages = OpenAI(base_url=base_url, api_key=api_key), [*task.prompt]
+    for _ in range(3):
+        reply = client.chat.completions.create(model="policy", messages=messages).choices[0]
+        text = reply.message.content or ""
+        if len(text) % 4 == 0 or reply.finish_reason == "length":
+            break
+        messages += [{"role": "assistant", "content": text}, {"role": "user", "content": str(len(text))}]
+    return len(text) % 5
+
+
+async def tree(base_url, api_key, task):
+    """A turn, two branches of it at the same time, and a call with the answers of both; the reward function scores it."""
+    async with AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
+        async def ask(*messages):
+            reply = await client.chat.completions.create(model="policy", messages=[*messages], max_tokens=8)
+            return {"role": "assistant", "content": reply.choices[0].message.content or ""}
+
+        first = await ask(*task.prompt)
+        both = await asyncio.gather(*(ask(*task.prompt, first, {"role": "user", "content": one}) for one in ("1", "2")))
+        await ask(*task.prompt, {"role": "user", "content": str([len(one["content"]) for one in both])[1:-1].replace(", ", "+")})
+'''
 MULTI_TURN = "actor_rollout_ref.rollout.multi_turn"
 RUN = (
     "algorithm=grpo", "data.train_batch_size=4", "actor_rollout_ref.actor.ppo_mini_batch_size=4", "actor_rollout_ref.rollout.n=2",
@@ -90,6 +118,7 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "reward.py").write_text(REWARD)
     (folder / "parser.py").write_text(PARSER)
     (folder / "environment.py").write_text(ENVIRONMENT)
+    (folder / "program.py").write_text(PROGRAM)
     return folder
 
 
@@ -231,3 +260,42 @@ def test_run_with_an_environment_trains_its_rewards_and_resumes(name: str, task:
         assert repeatable(resumed) == repeatable(whole[2:])
     assert any("agents/restarted" in step for step in resumed) == (name == "Forgetful")
     assert not any("agents/restarted" in step for step in whole)
+
+
+@pytest.mark.parametrize("mode", ["partial", pytest.param("async", marks=pytest.mark.soak)])
+def test_run_with_a_program_trains_what_it_was_served_and_resumes_bitwise(
+    mode: str, task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if mode == "async":
+        use_threads(monkeypatch)
+    options = (*RUN, *MODES[mode], f"actor_rollout_ref.rollout.agent.program={task / 'program.py'}:line")
+
+    def run_program(folder: Path, *overrides: str) -> list[dict[str, float]]:
+        return run_ppo(task, folder / "run", *options, f"trainer.rollout_data_dir={folder / 'rollouts'}", *overrides)
+
+    whole = run_program(tmp_path / "whole")
+    gaps = [step["training/rollout_log_probs_diff_max"] for step in whole if "training/rollout_log_probs_diff_max" in step]
+    assert gaps and max(gaps) < 1e-5 and whole[0]["agents/turns/max"] == 3
+    assert not any(name in step for step in whole for name in ("agents/errors", "agents/restarted"))
+    path = ("trainer.resume_mode=resume_path", f"trainer.resume_from_path={tmp_path / 'whole' / 'run' / 'global_step_2'}")
+    resumed = run_program(tmp_path / "resumed", *path)
+    assert repeatable(resumed) == repeatable(whole[2:])
+    first, second = dump(tmp_path / "whole", 4), dump(tmp_path / "resumed", 4)
+    assert all(torch.equal(first[name], second[name]) for name in first if name != "json")
+    versions = [dump(tmp_path / "whole", step)["tokens.weight_version"] for step in (2, 3, 4)]
+    assert any(len(of_step[of_step >= 0].unique()) > 1 for of_step in versions), "conversations over several steps"
+
+
+def test_run_with_branches_at_the_same_time_repeats_bitwise(task: Path, tmp_path: Path) -> None:
+    program = f"actor_rollout_ref.rollout.agent.program={task / 'program.py'}:tree"
+    options = (*RUN, "trainer.save_freq=-1", "trainer.total_training_steps=2", f"{MULTI_TURN}.max_assistant_turns=4", program)
+
+    def run_program(folder: Path) -> list[dict[str, float]]:
+        return run_ppo(task, folder / "run", *options, f"trainer.rollout_data_dir={folder / 'rollouts'}")
+
+    first, second = run_program(tmp_path / "first"), run_program(tmp_path / "second")
+    assert repeatable(first) == repeatable(second)
+    rows = dump(tmp_path / "first", 1)
+    assert len(rows["lengths"]) >= 3 * 8, "both branches, and the last call; a truncated turn is not continued"
+    assert max(step["training/rollout_log_probs_diff_max"] for step in first) < 1e-5
+    assert first[0]["agents/turns"] == 4

@@ -1,0 +1,232 @@
+"""Programs of the user as sessions: they call the model over HTTP, and what was sampled for them is trained, token by token.
+
+Problem: a program makes calls when it likes, several at the same time, changes what it sends, and cannot be stopped and saved.
+Idea: a call is identified by its content (trainer/agents/tree.py), and so are its seed and its place in the conversation; neither
+depends on when it arrives. The engines work on one call of a session at a time, the others wait here. After a restart the program
+runs again from its beginning, and its calls are answered from the journal as long as the journal has them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import math
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import asdict, replace
+from typing import Any
+
+from trainer.agents.formats import ToolCall
+from trainer.agents.gateway.endpoint import Endpoint, SessionClosed
+from trainer.agents.isolation import UserCodeError
+from trainer.agents.sessions.agent_loop import KEY, AgentSession, Reply, SessionEnded, SessionRefused
+from trainer.agents.sessions.protocol import SampledTurn, Task
+from trainer.agents.tree import BrokenConversation, Call
+from trainer.data.encoding import Refused
+from trainer.protocols.common import BadRequest, ChatCompletion, ChatRequest, FinishReason, FunctionCall
+from trainer.rewards.scoring import finite
+from trainer.run.user_code import load_function
+from workers.seeding import seed_of
+
+Program = Callable[[str, str, Task], float | None]
+"""Runs one session, sync or async. Called with base URL, API key and task; returns the reward, or None: it is scored."""
+
+
+class JournalDiffers(Exception):
+    """The program makes other calls than those of its journal. The text is one line."""
+
+
+class ProgramRunner:
+    """Runs the program once for every session; one for an agent process."""
+
+    def __init__(self, path: str) -> None:
+        """path: FILE.py:FUNCTION. Raises ValueError, one line, if it does not load."""
+        file, _, function = path.rpartition(":")
+        self._program: Program = load_function(file, function, f"{KEY}.agent.program={path}")
+        self._endpoint = Endpoint()
+
+    @asynccontextmanager
+    async def serving(self) -> AsyncIterator[None]:
+        async with self._endpoint.serving():
+            yield
+
+    async def run(self, session: AgentSession) -> float | None:
+        """Run a session: see trainer.agents.sessions.agent_loop.AgentLoop. Raises JournalDiffers."""
+        calls, program = ProgramCalls(session), self._program
+        with self._endpoint.session(calls.answer) as key:
+            work = asyncio.ensure_future(session.user_code.run(program, self._endpoint.url, key, session.task, seconds=math.inf))
+            try:
+                reward = await calls.result(work, blocks=not inspect.iscoroutinefunction(program))
+            finally:
+                work.cancel()
+                _describe(session)
+        if session.repeats or session.waits is not None:
+            raise JournalDiffers("it ended before the last call of its journal")
+        number = None if reward is None else finite(reward)
+        if reward is not None and number is None:
+            raise UserCodeError(f"the reward is {reward!r:.60}, not a finite number")
+        return number
+
+
+class ProgramCalls:
+    """The calls of one session's program."""
+
+    def __init__(self, session: AgentSession) -> None:
+        self._session = session
+        self._limit = session.kit.config.tool_timeout
+        self._next = asyncio.Lock()
+        """Of the call that the engines work on."""
+        self._repeats = session.repeats or session.waits is not None
+        self._progress = asyncio.Condition()
+        """Of the repetition of the journal."""
+        self._failed: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._made = self._running = 0
+        self._idle_since = asyncio.get_running_loop().time()
+
+    async def result(self, work: asyncio.Future[Any], *, blocks: bool) -> Any:
+        """What the program returns. Raises what ended the session instead. blocks: the program has a thread of its own.
+
+        A program that makes no call for as long as a tool may take is left behind.
+        """
+        while not work.done():
+            now = asyncio.get_running_loop().time()
+            left = self._limit if self._running else self._idle_since + self._limit - now
+            if left <= 0:
+                self._session.user_code.hung += blocks
+                raise UserCodeError(f"the program made no call for {self._limit:g} s", late=True)
+            await asyncio.wait({work, self._failed}, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+            if self._failed.done():
+                self._failed.result()
+        return work.result()
+
+    async def answer(self, request: ChatRequest) -> tuple[str, Sequence[ChatCompletion]]:
+        """Completions of a request, see trainer.agents.gateway.endpoint.Answer."""
+        self._running += 1
+        try:
+            # All have their identity before the first one waits.
+            calls = [self._call(request) for _ in range(request.sampling.n)]
+            name = f"{calls[0].key & (1 << 64) - 1:016x}{calls[0].ordinal}"
+            return name, await asyncio.gather(*(self._complete(request, call) for call in calls))
+        except (JournalDiffers, SessionEnded, SessionRefused) as error:
+            if not self._failed.done():
+                self._failed.set_exception(error)
+            raise SessionClosed(str(error)) from error
+        finally:
+            self._running -= 1
+            self._idle_since = asyncio.get_running_loop().time()
+
+    def _call(self, request: ChatRequest) -> Call:
+        most, task = self._session.kit.config.max_assistant_turns, self._session.task
+        if most is not None and self._made >= most:
+            raise BadRequest(f"the session has made its {most} calls ({KEY}.multi_turn.max_assistant_turns)")
+        if not request.messages:
+            raise BadRequest("messages: must not be empty", "messages")
+        options = asdict(replace(request.sampling, n=1))
+        try:
+            call = self._session.tree.request(request.messages, request.tools, options)
+        except BrokenConversation as error:
+            raise SessionRefused(f"session {task.id}: {error}") from error
+        except Refused as error:
+            raise BadRequest(str(error)) from error
+        if self._room(call) < 1:
+            n, limit = len(call.prompt_ids), task.max_prompt + task.max_tokens
+            raise BadRequest(f"the prompt has {n} tokens; the maximum model length is {limit} ({n} + 1 > {limit})")
+        self._made += 1
+        return call
+
+    def _room(self, call: Call) -> int:
+        """Tokens that a call may sample: a row is its first prompt, and at most data.max_response_length tokens after it."""
+        task, tree = self._session.task, self._session.tree
+        first = len(tree.nodes[tree.path(call.node)[0]].ids)
+        return min(first, task.max_prompt) + task.max_tokens - len(call.prompt_ids)
+
+    def _most(self, request: ChatRequest, call: Call) -> int:
+        room = self._room(call)
+        return min(room, request.sampling.max_tokens or room)
+
+    async def _complete(self, request: ChatRequest, call: Call) -> ChatCompletion:
+        session = self._session
+        turn = session.recorded(call)
+        if turn is not None:
+            async with self._progress:
+                self._progress.notify_all()
+        else:
+            await self._repeated(call)
+            async with self._next:
+                turn = session.recorded(call)  # an engine was working on it when the process was replaced
+                if turn is None:
+                    await session.ask(call, self._most(request, call))
+                    turn = session.recorded(call)
+            assert turn is not None, "the controller answers the call that waits"
+        return self._completion(request, call, turn)
+
+    async def _repeated(self, call: Call) -> None:
+        """Wait until the journal is repeated, and the call that an engine works on is made, which is asked for first."""
+
+        def is_next() -> bool:
+            waits = session.waits in (None, (call.key, call.ordinal))
+            return not self._repeats or (waits and not session.repeats_others(call))
+
+        session = self._session
+        if not self._repeats:
+            return
+        async with self._progress:
+            try:
+                await asyncio.wait_for(self._progress.wait_for(is_next), self._limit)
+            except TimeoutError as error:
+                raise JournalDiffers("it makes a call that its journal does not have") from error
+            self._repeats, session.waits = False, None
+            self._progress.notify_all()
+
+    def _completion(self, request: ChatRequest, call: Call, turn: SampledTurn) -> ChatCompletion:
+        session = self._session
+        turn, stop = self._stopped(request, turn)
+        # With no more tokens than it has, a replay samples the same turn.
+        most = self._most(request, call) if stop is None else len(turn.token_ids)
+        number = seed_of(call.key, call.ordinal) % 10**9
+        reply = session.record(call, turn, request.tools, number=number, most=most, stop=stop)
+        calls = tuple(FunctionCall(one.id, one.name, one.arguments) for one in reply.calls if isinstance(one, ToolCall))
+        return ChatCompletion(
+            text=reply.message["content"],
+            finish_reason=_reason(reply, calls, stop),
+            prompt_token_ids=call.prompt_ids,
+            token_ids=turn.token_ids.tolist(),
+            log_probs=turn.log_probs.tolist(),
+            tokens=[session.kit.seams.text([id]) for id in turn.token_ids.tolist()] if request.logprobs else (),
+            thinking=reply.message.get("reasoning_content", ""),
+            calls=calls,
+            stop_sequence=stop,
+        )
+
+    def _stopped(self, request: ChatRequest, turn: SampledTurn) -> tuple[SampledTurn, str | None]:
+        """The turn up to the token that completes the first stop text, and this text. What follows was sampled in vain."""
+        text, ids = self._session.kit.seams.text, turn.token_ids.tolist()
+        whole = text(ids)
+        if not any(stop in whole for stop in request.sampling.stop):
+            return turn, None
+        n = next(n for n in range(1, len(ids) + 1) if any(stop in text(ids[:n]) for stop in request.sampling.stop))
+        begun = text(ids[:n])
+        stop = min((stop for stop in request.sampling.stop if stop in begun), key=begun.index)
+        cut = replace(
+            turn, token_ids=turn.token_ids[:n], log_probs=turn.log_probs[:n], versions=turn.versions[:n], finish_reason="length"
+        )
+        return cut, stop
+
+
+def _reason(reply: Reply, calls: Sequence[FunctionCall], stop: str | None) -> FinishReason:
+    if reply.truncated and stop is None:
+        return "length"
+    return "tool_calls" if calls else "stop"
+
+
+def _describe(session: AgentSession) -> None:
+    """The session's longest conversation, for reports, and whether its last turn ended by itself."""
+    tree = session.tree
+    rows = tree.rows(0)
+    if rows:
+        path = max((row.nodes for row in rows), key=lambda nodes: tree.nodes[nodes[-1]].n_messages)
+        session.messages[:] = [message for i in path for message in tree.nodes[i].messages]
+        for node in (tree.nodes[i] for i in path if tree.nodes[i].role == "assistant"):
+            session.mark(node.messages[0], sampled=True, **({"truncated": True} if node.truncated else {}))
+        session.finished = not tree.nodes[rows[-1].nodes[-1]].truncated
+    session.extra["num_turns"] = len(session.messages)
