@@ -18,9 +18,11 @@ ENGINES = ("vllm", "sglang", "megatron")
 TRACKERS = ("wandb", "mlflow", "swanlab")
 # Distribution -> why it is declared although nothing imports it.
 NOT_IMPORTED: dict[str, str] = {
+    "anthropic": "a client, imported by programs that tests write",
     "hydra-submitit-launcher": "a plugin of Hydra",
     "mkdocs-material": "the theme that mkdocs.yml names",
     "mypy": "a tool of scripts/test.sh",
+    "openai": "a client, imported by programs that tests write",
     "pre-commit": "a tool of developers",
     "pytest-timeout": "a plugin: pyproject.toml sets its limit",
     "pytest-xdist": "a plugin: scripts/test.sh tests two files at a time",
