@@ -1,4 +1,4 @@
-"""Generate the data of `recipe=search_local`: questions about towns, which only a search answers. ``Code of kobu?``, response ``482``.
+"""Generate the data of `recipe=search_local`: questions that only a search answers. ``Code of kobu?``, response ``482``.
 
 python -m data_preprocess.search_local --local_save_dir DIR writes corpus.jsonl, a document for each town with its code, which is
 random; tools.yaml, the search tool of trainer.agents.native with this corpus; train.parquet and test.parquet for RL; and

@@ -19,8 +19,8 @@ OFTEN, SELDOM, BROKEN = 0.9, 0.12, 0.1
 
 @dataclass(frozen=True)
 class ToolTask:
-    """problem: the question with a number, what the tool is called with, and the answer. call: arguments and result of a call, and
-    the answer that the result has. misread: a query with a mistake. guess: what is answered without a call.
+    """problem: the question with a number, what the tool is called with, and the answer. call: arguments and result of a call,
+    and the answer that the result has. misread: a query with a mistake. guess: what is answered without a call.
     """
 
     schema: dict[str, Any]
@@ -80,8 +80,8 @@ def misread_digit(number: str, random: np.random.Generator) -> str:
 def _conversation(task: ToolTask, number: int, called: float, random: np.random.Generator) -> dict[str, Any]:
     """A row for fine-tuning. called: probability of a correct call.
 
-    The model that learns from it calls the tool for the first problems, if greedy, and at times for all others, if sampled: RL has
-    something to reinforce, and the accuracy has room to rise.
+    The model that learns from it calls the tool for the first problems, if greedy, and at times for all others, if sampled: RL
+    has something to reinforce, and the accuracy has room to rise.
     """
     question, query, _ = task.problem(number)
     kind = random.random()

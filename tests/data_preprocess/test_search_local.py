@@ -34,10 +34,8 @@ def test_every_answer_is_found_by_the_tool_that_is_written(tmp_path: Path) -> No
         code = row["reward_model"]["ground_truth"]
         assert json.loads(result.text) == {"result": f"Doc 1 (Title: {town})\nThe code of {town} is {code}."}
         assert 100 <= int(code) <= 999
-        assert (
-            compute_score("search_local", f"<tool_response>1</tool_response>{code}", code, {"finished": True}, reward_config())
-            == 1
-        )
+        response = f"<tool_response>1</tool_response>{code}"
+        assert compute_score("search_local", response, code, {"finished": True}, reward_config()) == 1
 
 
 def test_conversations_have_the_results_of_their_calls(tmp_path: Path) -> None:
@@ -62,9 +60,8 @@ def test_conversations_have_the_results_of_their_calls(tmp_path: Path) -> None:
     for first, often in ((True, 0.9), (False, 0.12)):
         share = {kind: count / kinds[first].total() for kind, count in kinds[first].items()}
         assert share["right"] == pytest.approx(often, abs=0.04)
-        assert share["wrong call"] > 0.02 < share["wrong answer"] and share.get("guess", 0.0) == pytest.approx(
-            0.9 - often, abs=0.04
-        )
+        assert share["wrong call"] > 0.02 < share["wrong answer"]
+        assert share.get("guess", 0.0) == pytest.approx(0.9 - often, abs=0.04)
 
 
 def test_a_town_is_asked_for_in_one_file_and_codes_depend_on_the_seed(tmp_path: Path) -> None:

@@ -71,7 +71,7 @@ def content(run_dir: Path) -> dict[str, Any]:
 
 
 def without_seconds(text: bytes) -> bytes:
-    """JSON text without the seconds that tools and environments took; a resumed run may write them in another place of an object."""
+    """JSON text without the seconds that tools and environments took; a resumed run may write them in another order."""
     return re.sub(rb'(, )?\\*"[^"\\]*seconds\\*": [0-9.e-]+(?(1)|(, )?)', b"", text)
 
 

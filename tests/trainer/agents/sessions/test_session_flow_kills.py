@@ -1,4 +1,4 @@
-"""Runs that are killed in mid-conversation at random moments, and runs whose agent process is, are bitwise identical to undisturbed ones."""
+"""Runs that are killed in mid-conversation, or whose agent process is, are bitwise identical to undisturbed ones."""
 
 import os
 import signal
@@ -28,11 +28,11 @@ PLACES = ("gen", "gen", "gen", "reward", "update_actor", "save_checkpoint", "wri
 STEPS = range(2, 8)
 
 
-def options(task: Path, kind: str) -> tuple[str, ...]:
+def options(folder: Path, kind: str) -> tuple[str, ...]:
     """Calls of a function tool and random lengths, or a pure environment."""
     users = {
-        "tool": (f"{MULTI_TURN}.function_tool_path={calculator_file()}", f"{MULTI_TURN}.format={task / 'parser.py'}:parse"),
-        "environment": (f"{MULTI_TURN}.environment={task / 'environment.py'}:Count",),
+        "tool": (f"{MULTI_TURN}.function_tool_path={calculator_file()}", f"{MULTI_TURN}.format={folder / 'parser.py'}:parse"),
+        "environment": (f"{MULTI_TURN}.environment={folder / 'environment.py'}:Count",),
     }
     return (*RUN, *MODES["partial"], *users[kind], "reward.num_workers=1", f"trainer.total_training_steps={STEPS.stop}")
 
@@ -51,7 +51,7 @@ def random_kills(seed: int) -> list[Kill]:
 def test_kills_in_mid_conversation_leave_the_run_bitwise_identical(
     kind: str,
     seed: int,
-    task: Path,
+    task: Path,  # noqa: F811
     tmp_path: Path,
     table: list[Outcome],  # noqa: F811
 ) -> None:
@@ -72,9 +72,9 @@ def test_kills_in_mid_conversation_leave_the_run_bitwise_identical(
 def test_kills_of_the_agent_process_leave_the_run_bitwise_identical(
     kind: str,
     seed: int,
-    task: Path,
+    task: Path,  # noqa: F811
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Five times: while it has turns that it has not answered, or before it gets them."""
 
