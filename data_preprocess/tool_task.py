@@ -92,7 +92,7 @@ def _conversation(task: ToolTask, number: int, called: float, random: np.random.
     if is_broken and not in_call:
         answer = misread_digit(answer, random)
     function = {"name": task.schema["function"]["name"], "arguments": json.dumps(arguments)}
-    messages = [
+    messages: list[dict[str, Any]] = [
         {"role": "assistant", "content": "", "tool_calls": [{"id": "call_0", "type": "function", "function": function}]},
         {"role": "tool", "tool_call_id": "call_0", "content": result},
         {"role": "assistant", "content": answer},
