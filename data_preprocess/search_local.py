@@ -65,7 +65,7 @@ def _misread(query: str, random: np.random.Generator) -> str:
 
 
 def _guess(random: np.random.Generator) -> str:
-    # Not a code: their first digits are so many that a call would be the most probable first token.
+    # Not a code: codes have nine first digits, each less probable than a call, so a greedy model would always call.
     return "?"
 
 

@@ -2,8 +2,6 @@
 # A tiny model learns to call a calculator: environment, data, a warm start on conversations with tool calls, then training with GRPO on CPU.
 # Run again, it trains again, in a new run directory, without the set-up. Arguments go to trainer.main_ppo:
 #     scripts/calculator.sh actor_rollout_ref.rollout.agent.default_agent_loop=single_turn_agent    # without the tool, for comparison
-recipe=calculator
-alphabet=0123456789+
-# What every call has in common is one token, so that a call has 12 tokens instead of 60.
-words=(calculator '{"name": "calculator", "arguments": {"expression": "' '"}}')
-source "$(dirname "${BASH_SOURCE[0]}")/tool_recipe.sh"
+set -euo pipefail
+
+exec "$(dirname "${BASH_SOURCE[0]}")/tool_recipe.sh" calculator "$@"

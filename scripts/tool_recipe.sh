@@ -1,6 +1,22 @@
-# Sourced by scripts/calculator.sh and scripts/search_local.sh, which set recipe, and alphabet and words of the tiny model.
+#!/usr/bin/env bash
+# The steps of scripts/calculator.sh and scripts/search_local.sh: tool_recipe.sh RECIPE ARGUMENT...
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+recipe=$1
+shift
+# What all questions, calls and results have in common are single tokens, so that a call has 9 to 12 tokens instead of 60.
+case $recipe in
+  calculator)
+    alphabet=0123456789+
+    words=(calculator '{"name": "calculator", "arguments": {"expression": "' '"}}')
+    ;;
+  search_local)
+    alphabet=0123456789abcdefghijklmnopqrstuvwxyz?
+    words=(search 'Code of ' '{"name": "search", "arguments": {"query_list": ["' '"]}}' '{"result": "Doc 1 (Title: ' ')\nThe code of ' ' is ' '."}'
+      '{"result": ""}')
+    ;;
+esac
 
 scripts/setup_env.sh
 python=.venv/bin/python

@@ -65,7 +65,7 @@ def test_kills_in_mid_conversation_leave_the_run_bitwise_identical(
     # A start resumes from the step before the kill, or from that of the kill if it came after the save.
     assert all(in_flight[kill.step - 1] > 0 and in_flight[kill.step] > 0 for kill in kills)
     journals = [value for name, value in content(whole).items() if name.endswith(" turn_input_ids")]
-    assert sum(bool(tokens) for _, _, tokens in journals) >= 4, "checkpoints with turns of conversations that go on"
+    assert sum(bool(tokens) for _, _, tokens in journals) >= 4, "turns of unfinished conversations"
 
 
 @pytest.mark.parametrize(("kind", "seed"), [("tool", 1), ("environment", 2)])
