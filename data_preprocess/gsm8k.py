@@ -13,6 +13,9 @@ from trainer.rewards.rules.gsm8k import extract
 DATA_SOURCE = "openai/gsm8k"
 INSTRUCTION = 'Let\'s think step by step and output the final answer after "####".'
 
+TOOL = "calc_gsm8k_reward"
+"""Name of the tool that checks answers (examples/tools/gsm8k.yaml), as in verl."""
+
 
 def final_number(answer: str) -> str:
     """Number after ``####``, without commas. Raises ValueError if there is none."""
@@ -25,15 +28,17 @@ def final_number(answer: str) -> str:
 def make_row(example: dict[str, Any], split: str, index: int) -> dict[str, Any]:
     """RL row of one example. Raises KeyError for a missing field, ValueError for an answer without a number."""
     question, answer = example["question"], example["answer"]
+    number = final_number(answer)
     return rl_row(
         data_source=DATA_SOURCE,
         prompt=f"{question} {INSTRUCTION}",
         ability="math",
-        ground_truth=final_number(answer),
+        ground_truth=number,
         split=split,
         index=index,
         answer=answer,
         question=question,
+        tools_kwargs={TOOL: {"create_kwargs": {"ground_truth": number}}},
     )
 
 

@@ -160,7 +160,7 @@ def test_free_form_blocks_accept_any_key() -> None:
         (
             ["recipe=quikstart"],
             "recipe=quikstart: unknown option; known: calculator, gsm8k_0.5b, gsm8k_math, "
-            "gsm8k_math_ppo, quickstart; did you mean quickstart?",
+            "gsm8k_math_ppo, quickstart, search_local; did you mean quickstart?",
         ),
         (["trainer.seed=(1"], "trainer.seed=(1: cannot be parsed; put the value in quotes, key=\"'value'\""),
         (["trainer={sed: 1}"], "trainer.sed: Key 'sed' is not in struct"),

@@ -29,7 +29,13 @@ def test_rows_have_verls_columns(tmp_path: Path) -> None:
         "prompt": [{"role": "user", "content": f"{EXAMPLES[0]['question']} {INSTRUCTION}"}],
         "ability": "math",
         "reward_model": {"style": "rule", "ground_truth": "1200"},
-        "extra_info": {"split": "train", "index": 0, "answer": EXAMPLES[0]["answer"], "question": EXAMPLES[0]["question"]},
+        "extra_info": {
+            "split": "train",
+            "index": 0,
+            "answer": EXAMPLES[0]["answer"],
+            "question": EXAMPLES[0]["question"],
+            "tools_kwargs": {"calc_gsm8k_reward": {"create_kwargs": {"ground_truth": "1200"}}},
+        },
     }
     assert [row["reward_model"]["ground_truth"] for row in train] == ["1200", "-5"]
     assert [(row["extra_info"]["split"], row["extra_info"]["index"]) for row in test] == [("test", 0)]

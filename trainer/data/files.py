@@ -15,6 +15,7 @@ _JSON = (".jsonl", ".json")
 _MAKERS = {
     "sort_digits": "scripts/quickstart.sh",
     "calculator": "scripts/calculator.sh",
+    "search_local": "scripts/search_local.sh",
     "gsm8k": "python -m data_preprocess.gsm8k --local_save_dir {}",
     "math": "python -m data_preprocess.math_dataset --local_save_dir {}",
 }

@@ -28,6 +28,7 @@ MODELS = {
     "Qwen/Qwen2-7B-Instruct": "7b",
     "Qwen/Qwen2.5-7B": "7b",
     "Qwen/Qwen2.5-7B-Instruct": "7b",
+    "Qwen/Qwen2.5-1.5B-Instruct": "1.5b",
     "Qwen/Qwen2.5-Math-1.5B": "1.5b",
     "Qwen/Qwen2.5-0.5B-Instruct": "0.5b",
     "Qwen/Qwen2.5-72B-Instruct": "72b",

@@ -70,7 +70,7 @@ DATA_SOURCES: dict[str, str] = {
     **dict.fromkeys(("math_dapo", "math", "math_dapo_reasoning"), "math_dapo"),
     **dict.fromkeys(("codecontests", "apps", "codeforces", "taco"), "code"),
     **dict.fromkeys(("sort_digits", "exact_match"), "exact_match"),
-    "calculator": "tool_answer",
+    **dict.fromkeys(("calculator", "search_local"), "tool_answer"),
     "judge": "judge",
 }
 """Scorer of each data source. Data sources that start with aime also use math_dapo."""
