@@ -204,6 +204,13 @@ def test_thinking_is_apart_from_the_answer(server: EchoServer) -> None:
     assert "".join(delta.get("content", "") for delta in deltas) == "yes"
 
 
+def test_a_seed_is_refused_by_an_engine_that_has_none() -> None:
+    with echo_server(has_seeds=False) as server:
+        status, reply = post(server.url, CHAT, say("hi", seed=1))
+        assert (status, reply["error"]["param"]) == (400, "seed")
+        assert post(server.url, CHAT, say("hi"))[0] == 200
+
+
 def test_too_many_requests_are_refused_and_others_answered() -> None:
     with echo_server(most=4) as server, ThreadPoolExecutor(8) as pool:
         server.rollout.hold.clear()
