@@ -11,7 +11,9 @@ from trainer.serving.turn_splitter import TurnSplitter
 
 TOKENIZER = character_tokenizer(None, with_tools=True)
 EOS = TOKENIZER.convert_tokens_to_ids("<eos>")
-IDS = st.lists(st.integers(2, 257) | st.sampled_from(TOKENIZER("abé<think>", add_special_tokens=False)["input_ids"]), max_size=30)
+# Few characters, so that stop strings are found; 250 is no character by itself.
+LETTERS = [*TOKENIZER("abé<th", add_special_tokens=False)["input_ids"], 250]
+IDS = st.lists(st.sampled_from(LETTERS), max_size=30)
 
 
 def reader(stop: list[str], *, tools: bool) -> ResponseReader:
@@ -67,3 +69,11 @@ def _text(ids: list[int]) -> str:
     plain.add(Update(ids, [0.0] * len(ids), "stop" if ids[-1] == EOS else "length"))
     assert plain.completion is not None
     return plain.completion.text
+
+
+def test_what_may_begin_a_stop_string_is_held_back() -> None:
+    ids = TOKENIZER("xabab!y", add_special_tokens=False)["input_ids"]
+    one = reader(["abc", "b!"], tools=False)
+    given = [one.add(Update([token], [0.0], None)).text for token in ids[:-1]]
+    assert given == ["x", "", "", "ab", "", "a"] and one.completion is not None
+    assert (one.completion.text, one.completion.stop_sequence, one.completion.finish_reason) == ("xaba", "b!", "stop")
