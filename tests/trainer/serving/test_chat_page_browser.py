@@ -71,7 +71,7 @@ def test_a_conversation_is_streamed_and_shown_as_text(server: EchoServer, browse
         time.sleep(0.01)
     assert server.engine.unfinished == 0
     # The refused request was the first; errors of the page itself would be here.
-    errors = [entry["message"] for entry in browser.get_log("browser")]
+    errors = [entry["message"] for entry in browser.get_log("browser") if entry["level"] == "SEVERE"]
     assert [error for error in errors if "401" not in error and "favicon" not in error] == []
     browser.find_element(By.ID, "clear").click()
     assert turns(browser, "user") == []
