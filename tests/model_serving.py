@@ -128,12 +128,14 @@ class EchoServer:
 
 
 @contextmanager
-def echo_server(*overrides: str, format_name: str = "hermes", most: int = 64) -> Iterator[EchoServer]:
+def echo_server(*overrides: str, format_name: str = "hermes", most: int = 64, has_seeds: bool = True) -> Iterator[EchoServer]:
     """most: responses that run and wait together."""
     tokenizer = character_tokenizer(None, with_tools=True)
     rollout = EchoRollout(tokenizer)
     sampling = Sampling(1.0, -1, 1.0, 1023, (cast(int, tokenizer.eos_token_id),))
-    model = ServedModel("echo", Seams(tokenizer, {}), format_name, call_format(format_name), sampling, 1024, len(tokenizer))
+    model = ServedModel(
+        "echo", Seams(tokenizer, {}), format_name, call_format(format_name), sampling, 1024, len(tokenizer), has_seeds
+    )
     with _served(serve_config(*overrides), ModelEngine(cast(RemoteRollout, rollout), sampling, most=most), model) as found:
         try:
             yield EchoServer(found[0], rollout, found[1], found[2])

@@ -60,6 +60,7 @@ class ServedModel:
     """What requests are read and written with.
 
     sampling: of requests that say nothing else. format_name, format: of calls. max_length: of prompt and response together.
+    has_seeds: whether the engine samples by the seeds of requests.
     """
 
     name: str
@@ -69,6 +70,7 @@ class ServedModel:
     sampling: Sampling
     max_length: int
     vocab_size: int
+    has_seeds: bool
 
     def prompts(self, request: ChatRequest) -> list[tuple[tuple[int, ...], bool]]:
         """Token ids of each prompt, and whether it ends within a thinking block. Raises BadRequest."""
@@ -189,6 +191,8 @@ class RunningRequest:
         self.readers: list[ResponseReader] = []
         self._engine = engine
         self._updates: asyncio.Queue[tuple[int, Update | None]] = asyncio.Queue()
+        if request.sampling.seed is not None and not model.has_seeds:
+            raise BadRequest("seed: this engine samples by its own; SGLang needs enable_deterministic_inference, on CUDA", "seed")
         seed = secrets.randbits(62) if request.sampling.seed is None else request.sampling.seed
         reads_along = request.stream or bool(request.sampling.stop)
         groups: list[list[Generation]] = []

@@ -183,10 +183,10 @@ def test_a_stop_string_ends_the_response_before_it(server: EchoServer, stream: b
 
 def test_what_follows_a_stop_string_is_not_generated() -> None:
     with echo_server() as server:
-        post(server.url, CHAT, say("one END " + "x" * 900, stop="END"))
-        deadline = time.monotonic() + 10
-        while not server.rollout.aborted and time.monotonic() < deadline:
-            time.sleep(0.01)
+        # While the response to the other prompt is still generated.
+        post(
+            server.url, COMPLETIONS, {"model": "echo", "prompt": ["say:one END " + "x" * 500, "say:" + "x" * 900], "stop": "END"}
+        )
         assert len(server.rollout.aborted) == 1
 
 
@@ -202,6 +202,13 @@ def test_thinking_is_apart_from_the_answer(server: EchoServer) -> None:
     deltas = [data["choices"][0]["delta"] for _, data in read(text)[:-1]]
     assert "".join(delta.get("reasoning_content", "") for delta in deltas) == "hm"
     assert "".join(delta.get("content", "") for delta in deltas) == "yes"
+
+
+def test_a_seed_is_refused_by_an_engine_that_has_none() -> None:
+    with echo_server(has_seeds=False) as server:
+        status, reply = post(server.url, CHAT, say("hi", seed=1))
+        assert (status, reply["error"]["param"]) == (400, "seed")
+        assert post(server.url, CHAT, say("hi"))[0] == 200
 
 
 def test_too_many_requests_are_refused_and_others_answered() -> None:
