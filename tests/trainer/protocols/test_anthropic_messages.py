@@ -1,5 +1,6 @@
 """Anthropic's messages: parsing, replies, streams."""
 
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -125,7 +126,7 @@ def test_a_stream_without_text_has_an_empty_block() -> None:
 
 
 def test_replies_and_events_are_those_of_the_sdk() -> None:
-    types = pytest.importorskip("anthropic.types")
+    types = import_module("anthropic.types")
     from pydantic import TypeAdapter
 
     turn = completion(thinking="hm", calls=CALLS, finish_reason="tool_calls")

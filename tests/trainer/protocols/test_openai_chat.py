@@ -1,5 +1,6 @@
 """OpenAI's chat completions: parsing, replies, streams."""
 
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -172,7 +173,7 @@ def test_a_stream_has_the_parts_of_each_choice_and_ends_with_usage_and_done() ->
 
 
 def test_replies_and_chunks_are_those_of_the_sdk() -> None:
-    types = pytest.importorskip("openai.types.chat")
+    types = import_module("openai.types.chat")
     request = openai_chat.parse(body(logprobs=True, stream=True, stream_options={"include_usage": True}))
     turn = completion(calls=CALLS, finish_reason="tool_calls")
     types.ChatCompletion.model_validate(openai_chat.reply(request, [turn], HEAD), strict=True)

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from importlib import import_module
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -41,7 +42,7 @@ def say(text: str, **changes: Any) -> dict[str, Any]:
 
 
 def test_openais_sdk_chats_calls_and_streams(server: EchoServer) -> None:
-    openai = pytest.importorskip("openai")
+    openai = import_module("openai")
     client = openai.OpenAI(base_url=f"{server.url}/v1", api_key=TOKEN, max_retries=0)
     assert [model.id for model in client.models.list()] == ["echo"]
     messages = [{"role": "user", "content": f"say:let me see{CALL}{CALL}"}]
@@ -73,7 +74,7 @@ def test_openais_sdk_chats_calls_and_streams(server: EchoServer) -> None:
 
 
 def test_openais_sdk_uses_responses(server: EchoServer) -> None:
-    openai = pytest.importorskip("openai")
+    openai = import_module("openai")
     client = openai.OpenAI(base_url=f"{server.url}/v1", api_key=TOKEN, max_retries=0)
     question = {"role": "user", "content": f"say:see{CALL}"}
     options = {"model": "echo", "input": [question], "tools": BODIES[RESPONSES]["tools"]}
@@ -92,7 +93,7 @@ def test_openais_sdk_uses_responses(server: EchoServer) -> None:
 
 
 def test_anthropics_sdk_chats_calls_and_streams(server: EchoServer) -> None:
-    anthropic = pytest.importorskip("anthropic")
+    anthropic = import_module("anthropic")
     client = anthropic.Anthropic(base_url=server.url, api_key=TOKEN, max_retries=0)
     question = {"role": "user", "content": f"say:see{CALL}"}
     options = {"model": "echo", "max_tokens": 200, "messages": [question], "tools": BODIES[MESSAGES]["tools"]}
