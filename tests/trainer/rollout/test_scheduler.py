@@ -152,3 +152,19 @@ def test_forgotten_rows_free_their_slots_unless_their_replica_has_a_call() -> No
     scheduler.forget([2, 4])
     assert scheduler._last == {}
     assert scheduler.calls() == {} and scheduler.calls(also=[0]) == {0: []}
+
+
+@pytest.mark.parametrize("balance", ["tokens", "static"])
+def test_rows_that_ended_continue_on_their_replica_while_it_has_room(balance: Balance) -> None:
+    """The next turn of a conversation: its replica has computed most of the prompt, also if others have less to do."""
+    scheduler = RolloutScheduler(n_replicas=2, slots=4, max_tokens=100, balance=balance)
+    for row in range(4):
+        scheduler.admit([row], 10)
+    assert scheduler.calls() == {0: [0, 2], 1: [1, 3]}
+    scheduler.record({0: Ended([0, 2], [50, 50]), 1: Ended([1], [50])})
+    scheduler.admit([1], 60)
+    assert scheduler.calls() == {1: [1]}, "replica 0 is empty"
+    scheduler.record({1: Ended([1], [50])})
+    scheduler.admit([1], 110)
+    scheduler.lose(1)
+    assert scheduler.calls() == {0: [1]}
