@@ -13,6 +13,9 @@ from transformers import PreTrainedTokenizerBase
 from trainer.data.encoding import Message, Messages, encode, token_ids
 from trainer.data.turns import TurnEncoder
 
+NOT_RENDERED = ("reasoning_content", "sampled", "truncated", "status", "reward")
+"""Fields of a session's messages that a reward model does not read: thinking, and facts for people."""
+
 
 class Conversations:
     """Encoder of conversations for a model whose tokenizer differs from the policy's, such as a reward model."""
@@ -46,7 +49,7 @@ class Conversations:
         """
         if not any(message["role"] == "assistant" for message in messages):
             raise ValueError("the conversation has no turn of the model")
-        bare = [{name: value for name, value in message.items() if name != "reasoning_content"} for message in messages]
+        bare = [{name: value for name, value in message.items() if name not in NOT_RENDERED} for message in messages]
         ids = self._up_to_last_turn(bare)
         return ids if finished else ids[:-1]
 

@@ -247,6 +247,7 @@ def test_requests_of_a_client_that_has_gone_leave_the_engine(stream: bool) -> No
             time.sleep(0.01)
         assert server.engine.unfinished == 0
         server.rollout.hold.set()
+        deadline = time.monotonic() + 10
         while not server.rollout.aborted and time.monotonic() < deadline:
             time.sleep(0.01)
         assert len(server.rollout.aborted) == 1
