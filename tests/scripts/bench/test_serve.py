@@ -9,7 +9,7 @@ import pytest
 from tests.layout.source import ROOT
 
 
-@pytest.mark.parametrize("stream", [(), ("--stream",)])
+@pytest.mark.parametrize("stream", [(), pytest.param(("--stream",), marks=pytest.mark.soak)])
 def test_quick_bench_measures_both_ways(stream: tuple[str, ...]) -> None:
     command = [sys.executable, "scripts/bench/serve.py", "--quick", *stream]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)

@@ -7,6 +7,7 @@ import pytest
 from scripts.bench.slow_tools import main
 
 
+@pytest.mark.soak
 def test_quick_run_completes_the_same_conversations_in_every_mode(capsys: pytest.CaptureFixture[str]) -> None:
     main(["--quick"])
     modes = json.loads(capsys.readouterr().out)["modes"]

@@ -254,6 +254,7 @@ def test_replica_that_dies_during_an_update_is_replaced_after_it_without_a_resta
     assert replicas == 2 or versions_of(run_dir, step + 1)[-1] == step
 
 
+@pytest.mark.soak
 @pytest.mark.usefixtures("workers")
 @pytest.mark.parametrize(("prox_logp", "workers"), on_threads("loglinear", "snapshot"), indirect=["workers"])
 def test_run_with_another_proximal_policy_repeats_and_resumes_bitwise(prox_logp: str, task: Path, tmp_path: Path) -> None:

@@ -46,7 +46,8 @@ def versions(dump: dict[str, Tensor]) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    "engine", ["embedded", pytest.param("two ranks", marks=pytest.mark.soak), pytest.param("vllm", marks=CPU_BUILD)]
+    "engine",
+    ["embedded", pytest.param("two ranks", marks=pytest.mark.soak), pytest.param("vllm", marks=[CPU_BUILD, pytest.mark.soak])],
 )
 def test_run_with_responses_in_flight_resumes_bitwise(engine: str, task: Path, tmp_path: Path) -> None:
     def dumps(name: str) -> tuple[str, ...]:

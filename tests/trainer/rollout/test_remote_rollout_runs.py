@@ -153,6 +153,7 @@ def test_every_prompt_is_trained_once(task: Path, undisturbed: dict[str, Path]) 
     assert sorted(groups.tolist()) == sorted([*range(16)] * 4)
 
 
+@pytest.mark.soak
 def test_without_restarts_a_death_ends_the_run(
     task: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

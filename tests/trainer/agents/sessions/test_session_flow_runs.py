@@ -165,10 +165,8 @@ def test_turns_are_trained_as_they_were_sampled(task: Path, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("mode", "engine"),
     [
-        ("filter_groups", ()),
-        ("partial", ()),
         ("async", ()),
-        *(pytest.param(mode, (), marks=pytest.mark.soak) for mode in ("synchronous", "one_step_off")),
+        *(pytest.param(mode, (), marks=pytest.mark.soak) for mode in ("synchronous", "filter_groups", "partial", "one_step_off")),
         *(
             pytest.param(mode, ("rollout=vllm", "actor_rollout_ref.rollout.tensor_model_parallel_size=1"), marks=marks)
             for mode, marks in (("partial", CPU_BUILD), ("synchronous", [CPU_BUILD, pytest.mark.soak]))
@@ -217,7 +215,7 @@ APART = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("places", [(), APART], ids=["colocated", "apart"])
+@pytest.mark.parametrize("places", [(), pytest.param(APART, marks=pytest.mark.soak)], ids=["colocated", "apart"])
 def test_reward_model_scores_the_rows_of_conversations(
     places: tuple[str, ...], task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
