@@ -92,7 +92,7 @@ def check_new_tokens(engine: Rollout, give: Callable[[int], object]) -> None:
 
     give: loads or shares weights of a version. Engines that return tokens of running requests late have them when weights change.
     """
-    lengths = {0: 9, 1: 60, 2: 150}  # far apart: an engine of its own pace is still at the next one when weights change
+    lengths = {0: 9, 1: 60, 2: 240}  # far apart: an engine of its own pace is still at the next one when weights change
     asked = [request(id, (2 + id, 3), temperature=0.0, ignore_eos=True, max_tokens=length) for id, length in lengths.items()]
     give(5)
     engine.submit(asked)
