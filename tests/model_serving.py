@@ -48,7 +48,7 @@ class EchoRollout:
     """A RemoteRollout and its flow, whose model says what follows «say:» in its prompt, ``steps`` tokens a tick.
 
     Token i of a response has the log-prob -i / 8. tick: seconds of one. hold: the engine waits for it. aborted: requests that
-    that ``forget`` named before they had ended.
+    ``forget`` named before they had ended.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
