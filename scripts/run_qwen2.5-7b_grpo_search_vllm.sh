@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Search-R1 (Jin et al. 2025, arXiv:2503.09516) with GRPO: questions of NQ and HotpotQA, three passages a query. Batch, mini-batch, group and KL
-# are its appendix's. Qwen2.5-7B-Instruct. 8 GPUs of 80 GB, FSDP, vLLM. Not run here.
+# Search-R1 (Jin et al. 2025, arXiv:2503.09516) with GRPO: questions of NQ and HotpotQA, three passages a query. Batch, group and KL follow the
+# paper as far as known and were not compared with it. Qwen2.5-7B-Instruct. 8 GPUs of 80 GB, FSDP, vLLM. Not run on GPUs yet.
 # Needs Search-R1's retrieval server (examples/tools/search.yaml has its address), and the parquet files that verl's
 # preprocess_search_r1_dataset.py writes, in $DATA/searchR1_processed_direct.
 set -euo pipefail
