@@ -1,19 +1,20 @@
 """Trained tokens per second of asynchronous, partial and synchronous training on the same GPUs, as JSON on stdout.
 
-    python scripts/bench/async_speed.py --out DIR --gpus 2          # 1.5B, 32 x 8 responses, mean 2k, at most 16k tokens: 25 minutes
+    python scripts/bench/async_speed.py --out DIR --gpus 2     # 1.5B, responses of 2k tokens on average, an hour
     python scripts/bench/async_speed.py --out DIR --gpus 4 --shape 7b --modes synchronous async-2
-    python scripts/bench/async_speed.py --out DIR --quick           # tiny models on the CPU, a minute
+    python scripts/bench/async_speed.py --out DIR --quick      # tiny models on the CPU, a minute
 
 Each mode is a run of trainer.main_ppo on random weights. Lengths are geometric: the model writes each token with nearly the same
-probability, and vocabulary / mean_tokens of the tokens end a response. Synchronous and partial runs have trainer and engines on all GPUs,
-asynchronous ones have an equal share for each. A mode that fails is reported as such; DIR/<mode>.log has its output.
+probability, and vocabulary / mean_tokens of the tokens end a response. Synchronous and partial runs have trainer and engines on
+all GPUs, asynchronous ones on an equal share each. A mode that fails is reported as such; DIR/<mode>.log has its output.
 
-tokens_per_second: of responses that were trained on, over the steps after the warm-up; runs that generate ahead have one step more,
-during which nothing is generated. speedup: over the first mode. seconds: medians of these steps by phase.
+tokens_per_second: of responses that were trained on, over the steps after the warm-up; runs that generate ahead have one step
+more, during which nothing is generated. speedup: over the first mode. seconds: medians of these steps by phase.
 """
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from scripts.bench.async_accuracy import CORRECTED
+from scripts.gpu.driver import MARK, ended
 from scripts.gpu.make import make_data, make_model
 from trainer.run.run_dir import read_metrics
 
@@ -78,9 +80,12 @@ def measure(mode: str, args: argparse.Namespace, model: Path) -> dict[str, Any]:
         sys.executable, "-m", "trainer.main_ppo", *overrides(args, model), *MODES[mode], f"trainer.default_local_dir={run_dir}",
         f"trainer.total_training_steps={steps}", f"{ROLLOUT}.gpu_memory_utilization={memory}", *args.overrides,
     ]  # fmt: skip
-    with log.open("w") as output:
+    with log.open("w") as output, ended(str(log)):
         try:
-            subprocess.run(command, stdout=output, stderr=output, stdin=subprocess.DEVNULL, timeout=args.limit, check=True)
+            subprocess.run(
+                command, stdout=output, stderr=output, stdin=subprocess.DEVNULL, timeout=args.limit, check=True,
+                env=os.environ | {MARK: str(log)},
+            )  # fmt: skip
             failed = None
         except subprocess.CalledProcessError as error:
             failed = f"exit code {error.returncode}: {log.read_text(errors='replace').strip().splitlines()[-1]}"
@@ -134,9 +139,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     report: dict[str, dict[str, Any]] = {}
     for mode in args.modes:
         report[mode] = found = measure(mode, args, model)
-        first = report[args.modes[0]]
-        if found and first:
-            found["speedup"] = found["tokens_per_second"] / first["tokens_per_second"]
+        rates = [one.get("tokens_per_second") for one in (found, report[args.modes[0]])]
+        if all(rates):
+            found["speedup"] = rates[0] / rates[1]
         print(f"{mode}: {json.dumps(found)}", file=sys.stderr, flush=True)
     print(json.dumps({"settings": {k: str(v) for k, v in vars(args).items()}, "modes": report}, indent=1))
 

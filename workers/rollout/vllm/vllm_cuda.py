@@ -14,15 +14,20 @@ from vllm.v1.worker.gpu_worker import Worker
 from workers.rollout.vllm_times import TimedStart
 
 
-def completed(arguments: dict[str, Any]) -> dict[str, Any]:
+def completed(arguments: dict[str, Any], gpu: int) -> dict[str, Any]:
     """Complete EngineArgs with the worker below, and with an attention backend that computes in float32 for dtype float32.
 
     vLLM's own choice for float32, a Triton kernel, multiplies in TF32: log-probs then differ from the trainer's by 1e-3.
+
+    gpu: index of the process's GPU, which becomes part of the key of vLLM's compile cache. Compiled code holds the index, but
+    vLLM (0.26) looks code up by the rank within the engine, and each engine here has its rank 0 on another GPU: "CUDA driver
+    error: invalid argument" (vLLM's pull request 38962).
     """
     exact = {}
     if arguments["dtype"] == "float32" and not {"attention_backend", "attention_config"} & arguments.keys():
         exact = {"attention_backend": "FLEX_ATTENTION"}
-    return {"worker_cls": f"{StagedWorker.__module__}.{StagedWorker.__qualname__}"} | exact | arguments
+    keyed = {"additional_config": arguments.get("additional_config", {}) | {"tandem_gpu": gpu}}
+    return {"worker_cls": f"{StagedWorker.__module__}.{StagedWorker.__qualname__}"} | exact | arguments | keyed
 
 
 class StagedWorker(TimedStart, Worker):

@@ -100,7 +100,7 @@ class VLLMRollout(Rollout):
             if spec.device == "cuda":
                 from workers.rollout.vllm import vllm_cuda
 
-                arguments = vllm_cuda.completed(arguments)
+                arguments = vllm_cuda.completed(arguments, place.local_rank)
             else:
                 from workers.rollout.vllm import vllm_cpu
 

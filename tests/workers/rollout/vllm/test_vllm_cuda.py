@@ -85,12 +85,18 @@ def test_parts_sleep_and_wake_in_any_order(worker: Any) -> None:
 
 
 def test_float32_is_computed_in_float32() -> None:
-    assert completed({"dtype": "float32"})["attention_backend"] == "FLEX_ATTENTION"
-    assert "attention_backend" not in completed({"dtype": "bfloat16"})
-    assert completed({"dtype": "float32", "attention_backend": "TRITON_ATTN"})["attention_backend"] == "TRITON_ATTN"
-    assert "attention_backend" not in completed({"dtype": "float32", "attention_config": {}})
+    assert completed({"dtype": "float32"}, 0)["attention_backend"] == "FLEX_ATTENTION"
+    assert "attention_backend" not in completed({"dtype": "bfloat16"}, 0)
+    assert completed({"dtype": "float32", "attention_backend": "TRITON_ATTN"}, 0)["attention_backend"] == "TRITON_ATTN"
+    assert "attention_backend" not in completed({"dtype": "float32", "attention_config": {}}, 0)
 
 
 def test_the_workers_class_is_found_and_can_be_another() -> None:
-    assert completed({"dtype": "bfloat16"})["worker_cls"] == "workers.rollout.vllm.vllm_cuda.StagedWorker"
-    assert completed({"dtype": "bfloat16", "worker_cls": "another"})["worker_cls"] == "another"
+    assert completed({"dtype": "bfloat16"}, 0)["worker_cls"] == "workers.rollout.vllm.vllm_cuda.StagedWorker"
+    assert completed({"dtype": "bfloat16", "worker_cls": "another"}, 0)["worker_cls"] == "another"
+
+
+def test_gpus_share_no_compiled_code() -> None:
+    """vLLM hashes additional_config for the name of the compile cache's folder (test_compile_cache_cuda.py)."""
+    keys = [completed({"dtype": "bfloat16", "additional_config": {"a": 1}}, gpu)["additional_config"] for gpu in (0, 1)]
+    assert keys[0] != keys[1] and all(key["a"] == 1 for key in keys)
