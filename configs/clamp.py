@@ -5,21 +5,27 @@ intended meaning is unclear are errors instead; see configs/validation/programs.
 """
 
 import os
+from collections.abc import Collection
 from dataclasses import asdict, replace
+from math import gcd
 from typing import Any, TypeVar
 
-from configs.schema.common import CUT, MegatronConfig, ShardedConfig
+from configs.base.keys import ConfigError
+from configs.schema.common import CUT, MegatronConfig, ShardedConfig, WorkersConfig
 from configs.schema.generation import GenerationConfig
+from configs.schema.placement import Pool, place
 from configs.schema.ppo import PPOConfig
 from configs.schema.supervised import RewardModelConfig, SFTConfig
+from configs.validation.rollout import world_size
 
 Config = TypeVar("Config")
 Run = TypeVar("Run", bound=PPOConfig | GenerationConfig)
 Training = TypeVar("Training", bound=PPOConfig | SFTConfig | RewardModelConfig)
+TENSOR_PARALLEL = "actor_rollout_ref.rollout.tensor_model_parallel_size"
 
 
-def within_bounds(config: Config) -> tuple[Config, list[str]]:
-    """``config`` with clamped values, and one warning for each of them."""
+def within_bounds(config: Config, typed: Collection[str] = ()) -> tuple[Config, list[str]]:
+    """``config`` with clamped values, and one warning for each of them. typed: keys on the command line."""
     notes: list[str] = []
     cut: Any = config
     if isinstance(cut, PPOConfig):
@@ -28,6 +34,8 @@ def within_bounds(config: Config) -> tuple[Config, list[str]]:
         cut = _copies(cut, notes)
     if isinstance(cut, PPOConfig | GenerationConfig):
         cut = _lengths(cut, notes)
+        if TENSOR_PARALLEL not in typed:
+            cut = _engine_size(cut, notes)
     return cut, notes
 
 
@@ -103,3 +111,25 @@ def _lengths(config: Run, notes: list[str]) -> Run:
         notes.append(f"{key}: data.max_prompt_length={data.max_prompt_length} is reduced to {longest - 1} tokens")
         config = replace(config, data=replace(data, max_prompt_length=longest - 1))
     return config
+
+
+def _engine_size(config: Run, notes: list[str]) -> Run:
+    """Reduce a tensor parallel size that nobody typed to one that divides the GPUs of the engines."""
+    rollout: Any = config.actor_rollout_ref.rollout
+    pool: WorkersConfig | Pool = config.trainer
+    if isinstance(config, PPOConfig):
+        try:
+            # Whether there is a critic is known after the validation alone, which reports sizes that do not fit then.
+            pool = place(config.placement, config.trainer, {"actor", "rollout"}).pool("rollout")
+        except ConfigError:  # pools that do not fit: reported by the validation
+            return config
+    # An SGLang engine is within a node.
+    gpus = pool.n_gpus_per_node if rollout.name == "sglang" else world_size(pool)
+    size = rollout.tensor_model_parallel_size
+    fits = gcd(size, gpus)
+    if rollout.name == "embedded" or fits == size:
+        return config
+    count = f"{gpus} GPU{'s' if gpus > 1 else ''}"
+    notes.append(f"{TENSOR_PARALLEL}={size}: the default does not divide the {count} of the engines; {fits} is used")
+    models: Any = config.actor_rollout_ref
+    return replace(config, actor_rollout_ref=replace(models, rollout=replace(rollout, tensor_model_parallel_size=fits)))

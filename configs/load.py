@@ -108,7 +108,7 @@ def load(tree: Mapping[str, Any], schema: type[Config], typed: Collection[str] =
         config: Config = _adapter(schema).validate_json(json.dumps(converted), strict=True)  # type: ignore[arg-type]  # hashable
     except ValidationError as error:
         raise ConfigError("\n".join(_problems(error, keys))) from error
-    config, cut = within_bounds(config)
+    config, cut = within_bounds(config, typed)
     return Loaded(config, (*notes, *cut))
 
 

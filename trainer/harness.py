@@ -36,6 +36,7 @@ from trainer.resilience.restart import RunLifecycle, run_with_restarts
 from trainer.resilience.skipped_updates import SkippedUpdates
 from trainer.run.events import Events
 from trainer.run.logger import Logger
+from trainer.run.run_dir import owner_only
 from trainer.run.timing import Phases
 from trainer.tracking.tracker import Tracker
 from workers.controller.group import WorkerGroup
@@ -50,7 +51,7 @@ def run(config: Config, attempt: Callable[[RunLifecycle], None], loggers: Sequen
     loggers: additional to those of ``trainer.logger``.
     """
     run_dir = Path(config.trainer.default_local_dir)
-    with locked(run_dir, "trainer.default_local_dir", private=True):
+    with owner_only(config.trainer.private), locked(run_dir, "trainer.default_local_dir"):
         lifecycle = RunLifecycle(config.trainer, run_dir, loggers)
         try:
             run_with_restarts(lifecycle, lambda: attempt(lifecycle), quiet=not config.ray_kwargs.ray_init.get("log_to_driver"))

@@ -33,16 +33,19 @@ _descriptors: set[int] = set()
 
 
 @contextmanager
-def locked(directory: Path, key: str, name: str = LOCK, *, private: bool = False) -> Iterator[None]:
+def locked(directory: Path, key: str, name: str = LOCK) -> Iterator[None]:
     """Hold the lock of ``directory``, which is created if it is missing, during the block.
 
     key: configuration key of the directory, for messages. name: name of the lock file; locks of different files are independent.
-    private: create the directory with access for its owner only. Raises ValueError with the holder's host, process and start time
-    if another process holds the lock. On a file system without locks the block runs unlocked, with a warning on stderr.
+    Raises ValueError if the directory cannot be created or written to, and with the holder's host, process and start time if
+    another process holds the lock. On a file system without locks the block runs unlocked, with a warning on stderr.
     """
-    directory.mkdir(mode=0o700 if private else 0o777, parents=True, exist_ok=True)
     path, owner = directory / name, os.getpid()
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    except OSError as error:
+        raise ValueError(f"{key}={directory}: {error.strerror}; choose a directory in which files can be created") from error
     try:
         _take(descriptor, path, key)
         # The holder is written only after the lock is taken; until then the file describes the previous holder.

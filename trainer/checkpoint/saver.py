@@ -48,7 +48,6 @@ from trainer.checkpoint.manifest import (
     Manifest,
     arrays_file,
     best_step,
-    code_version,
     read_checkpoint,
     read_manifest,
 )
@@ -57,6 +56,7 @@ from trainer.checkpoint.unfinished import announce, complete_interrupted, entrie
 from trainer.cluster.remote import RemoteModel, SaveFailed
 from trainer.run.errors import CheckFailed, NotSaved
 from trainer.run.events import Events
+from trainer.run.provenance import code_version, command_line
 from trainer.run.run_dir import BEST, LATEST, checkpoint_dir, checkpoint_steps, redact, write_atomic
 from workers.controller.group import PhaseTimeout
 from workers.controller.logs import tell
@@ -157,7 +157,7 @@ class Saver:
                 step=step,
                 roles=sorted(models),
                 world_size=self.world_size,
-                code=code_version(),
+                code=code_version() | {"command": command_line()},
                 config=self.config,
                 state=json.loads(json.dumps(state)),  # a deep copy: in the background training modifies the state meanwhile
                 metrics=self._measured(step, metrics),

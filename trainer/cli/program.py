@@ -226,6 +226,8 @@ class Program(Generic[Config]):
             print(error, file=sys.stderr)
             return error.code, "interrupted"
         except (WorkerError, PhaseTimeout, NotSaved) as error:  # their messages say where
+            if isinstance(error, WorkerError) and error.kind == ConfigError.__name__:
+                return complain(error.message.partition(": ")[2], full_traceback=trainer.full_traceback), "failed"
             if trainer.full_traceback:
                 traceback.print_exc()
             print(f"error: {error}", file=sys.stderr)

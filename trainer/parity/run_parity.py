@@ -54,7 +54,7 @@ def run(config: ParityConfig, notices: Sequence[str]) -> None:
     directory = Path(config.trainer.default_local_dir)
     measured: dict[str, Measured] = {}
     with (
-        locked(directory, "trainer.default_local_dir", private=True),
+        locked(directory, "trainer.default_local_dir"),
         open_backend(config.trainer, config.ray_kwargs, config.timeouts, directory) as backend,
     ):
         for engine in config.engines:

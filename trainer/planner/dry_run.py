@@ -1,4 +1,4 @@
-"""Dry run (trainer.dry_run=full): run all checks, print models, work, placement and memory, and start no process."""
+"""Dry run (trainer.dry_run=full): run all checks, print models, work, placement and memory, and try a few prompts."""
 
 from __future__ import annotations
 
@@ -22,20 +22,21 @@ from trainer.checkpoint.resume import Checkpoint, check_config, complete_checkpo
 from trainer.cluster.launch import RunWorkers
 from trainer.planner.memory_estimate import Use, estimate, memory_roles, shape_of
 from trainer.planner.memory_model import Shape
+from trainer.planner.trial import trial
 from trainer.ppo.ppo_builder import Assembly, check_engines, reader, wants_critic
 from trainer.resilience.alarms import NO_END_TOKEN
 from trainer.resilience.restart import RunLifecycle
 from trainer.rewards.models.reward_builder import engine_model, head_of, own_conversations
 from trainer.rewards.pool.worker import resolve
 from trainer.rewards.rules.reward_registry import with_own_function
-from trainer.rollout.rollout_builder import end_tokens
-from trainer.run.run_dir import CONFIG, METRICS, write_config
+from trainer.rollout.rollout_builder import end_tokens, rollout_spec
+from trainer.run.run_dir import CONFIG, METRICS, owner_only, write_config
 from workers.controller.logs import announce
 from workers.engine.base import Head
 from workers.engine.hf.hf_model import DTYPES, empty_model, model_config
 from workers.engine.staging import usable_memory
 from workers.host_memory import GB, host_memory
-from workers.roles.rollout_engines import check_installed
+from workers.roles.rollout_engines import check_installed, check_supported
 from workers.rollout.base import Sampling
 
 DRY_RUN_CONFIG = "config_dry_run.yaml"
@@ -55,13 +56,17 @@ def dry_run(config: PPOConfig) -> None:
     parts = Assembly(config, place, RunWorkers({}, None), lifecycle, reader(config))
     announce(parts.rate_changes(resume))
     check_rewards(config, parts)
+    actor = config.actor_rollout_ref
+    check_supported(rollout_spec(actor.model, actor.rollout, config.data, config.trainer.device))
     models = measured(config)
     lines = [*model_lines(models), *work_lines(parts), *place_lines(config, place)]
     lines += [*written_lines(config, lifecycle.run_dir, resume, staged_bytes(config, place, models))]
     lines += [*memory_lines(config, place, models)]
-    wrong = list(doubts(config, place, models, parts.sampling()))
+    tried = trial(config, parts.data, parts.tokenizer, parts.sampling(), models["actor_rollout_ref.actor"].parameters)
+    lines += ["a trial of some prompts", *tried.lines]
+    wrong = [*doubts(config, place, models, parts.sampling()), *tried.wrong]
     print("\n".join([*lines, *wrong]))
-    print(f"{'' if wrong else 'fine, '}nothing was started; the configuration: {write(config, lifecycle.run_dir)}")
+    print(f"{'' if wrong else 'fine, '}no training was started; the configuration: {write(config, lifecycle.run_dir)}")
 
 
 def would_resume(config: PPOConfig, run_dir: Path) -> Checkpoint | None:
@@ -274,7 +279,8 @@ def in_millions(count: int) -> str:
 
 def write(config: PPOConfig, run_dir: Path) -> Path:
     """Write the configuration as the run would write it; returns the path."""
-    run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
     name = DRY_RUN_CONFIG if (run_dir / METRICS).exists() else CONFIG
-    write_config(run_dir, asdict(config), name)
+    with owner_only(config.trainer.private):
+        run_dir.mkdir(parents=True, exist_ok=True)
+        write_config(run_dir, asdict(config), name)
     return run_dir / name

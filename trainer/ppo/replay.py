@@ -61,7 +61,7 @@ def replay(config: PPOConfig) -> None:
     directory = Path(config.trainer.default_local_dir) / f"replay_{asked.mode}_{step}"
     changes = (change for change in check_config(facts["config"], asdict(config)) if not change.startswith(OWN_KEYS))
     announce(f"replayed with another {change}" for change in changes)
-    with locked(directory, "trainer.default_local_dir", private=True):
+    with locked(directory, "trainer.default_local_dir"):
         repeat(config, batch, facts, directory)
 
 

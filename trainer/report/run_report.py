@@ -45,6 +45,7 @@ from workers.controller.logs import tell
 ACCURACY = "val/accuracy"
 PROBLEMS = "val/problems"
 MOST_ANSWERS = 16
+UNKNOWN = {"command": "unknown", "commit": "unknown"}  # in run directories of version 0.1.0 before 2026-11-24
 DRAWN_STEPS = 3
 MOST_WORKERS = 32
 MOST_TOOLS = 10  # curves of a chart, those with the most calls
@@ -172,6 +173,8 @@ def write_report(run_dir: Path) -> Path:
         "report/report.html.j2",
         project=config["trainer"]["project_name"],
         experiment=config["trainer"]["experiment_name"],
+        run_dir=run_dir.absolute(),
+        seed=config["trainer"]["seed"],
         accuracy=[series[ACCURACY][1][0], series[ACCURACY][1][-1]] if ACCURACY in series else None,
         problems=series[PROBLEMS][1][-1] if PROBLEMS in series else None,
         facts=facts_of(steps, series),
@@ -192,7 +195,7 @@ def write_report(run_dir: Path) -> Path:
         events=read_lines(run_dir / EVENTS),
         table=[(name, values[0], values[-1], min(values), max(values)) for name, (_, values) in sorted(series.items())],
         config=(run_dir / CONFIG).read_text(encoding="utf-8"),
-        environment=json.loads((run_dir / ENVIRONMENT).read_text(encoding="utf-8")),
+        environment=UNKNOWN | json.loads((run_dir / ENVIRONMENT).read_text(encoding="utf-8")),
     )
     # Atomic: a browser that reloads during the run never reads a partial page.
     write_atomic(run_dir / REPORT, page)

@@ -38,7 +38,7 @@ MAX_RESTARTS_WITHOUT_PROGRESS = 2
 """Maximum number of consecutive restarts that complete no new step; of replacements too."""
 MAX_REPEATED_STEPS = 2
 """Maximum number of steps that an uncounted restart after out-of-memory may repeat if trainer.save_freq does not allow more."""
-USER_ERRORS = ("ValueError", "FileNotFoundError")
+USER_ERRORS = ("ValueError", "ConfigError", "FileNotFoundError")
 """Exceptions of a worker that the user has to fix: another attempt would raise them again."""
 
 

@@ -40,7 +40,7 @@ class Events:
         tell(f"{kind}: step {step}: {event['text']}")
         # An event may report a failing disk; a second failure here must not end the run.
         try:
-            self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self.path.parent.mkdir(parents=True, exist_ok=True)
             with self.path.open("a", encoding="utf-8") as file:
                 file.write(json_line({**event}))
         except OSError as error:

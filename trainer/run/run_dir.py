@@ -1,6 +1,6 @@
 """The run directory: file names, atomic writes, and restoring the directory to the step from which a run resumes.
 
-A run directory holds one run and no secrets. If it does not exist it is created for this user only (mode 0700). A run may be
+A run directory holds one run and no secrets. Its permissions follow the umask (see ``owner_only``). A run may be
 killed between any two writes, and the step it resumes from is usually older than its last line of metrics. Two rules follow:
 
 - Output of an earlier run, or of a branch abandoned by a rollback, is moved to ``earlier_<k>/`` and never deleted.
@@ -13,7 +13,8 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,17 @@ BEST = "best_checkpointed_iteration.txt"
 
 GLOBAL_STEP = "training/global_step"
 NON_FINITE = {"NaN": float("nan"), "Infinity": float("inf"), "-Infinity": float("-inf")}
+
+
+@contextmanager
+def owner_only(private: bool) -> Iterator[None]:
+    """Files and directories that are created in the block, also by child processes, are for their owner only if ``private``."""
+    before = os.umask(0o077)
+    os.umask(0o077 if private else before)
+    try:
+        yield
+    finally:
+        os.umask(before)
 
 
 def checkpoint_dir(run_dir: Path, step: int) -> Path:
@@ -198,7 +210,7 @@ def start_run(run_dir: Path, resume_step: int | None, rollout_dir: Path | None, 
     rollout_dir: dumps after resume_step are removed there too, also if it is outside ``run_dir``; a new run replaces its files
     one by one. restarted: the program restarted the run after a failure; the events, which record that, stay in place.
     """
-    run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+    run_dir.mkdir(parents=True, exist_ok=True)
     # Without this file a run counts as running or killed (run_status.read_outcome), which is true from here on.
     (run_dir / OUTCOME).unlink(missing_ok=True)
     if resume_step is None or not checkpoint_dir(run_dir, resume_step).exists():
@@ -208,6 +220,7 @@ def start_run(run_dir: Path, resume_step: int | None, rollout_dir: Path | None, 
         )  # fmt: skip
         outputs = [run_dir / name for name in written if not (restarted and name == EVENTS)]
         _set_aside(run_dir, outputs + [checkpoint_dir(run_dir, step) for step in checkpoint_steps(run_dir)])
+        (run_dir / EVENTS).touch()
         return
     # Later checkpoints exist if the user chose an earlier one, if they are damaged, or if a kill came before LATEST was moved.
     later = [step for step in checkpoint_steps(run_dir) if step > resume_step]

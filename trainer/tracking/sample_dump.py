@@ -51,7 +51,7 @@ def write_dump(directory: Path, step: int, batch: Batch, left_out: Sequence[Batc
     (numbers) and ``objects`` (text; other values as JSON; None as null) under its own name. score and reward are null where
     reward_failed is set.
     """
-    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    directory.mkdir(parents=True, exist_ok=True)
     path = rollouts_file(directory, step)
     partial = path.with_name(path.name + ".partial")
     # "default" below fills columns that a part lacks with nulls: rows left out of the step may have fewer columns.

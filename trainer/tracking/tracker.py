@@ -14,6 +14,7 @@ from typing import Any
 from configs.base.keys import did_you_mean
 from trainer.cluster.watchdog import CallSpan
 from trainer.run.logger import Logger, Sample
+from trainer.run.provenance import code_version, command_line
 from trainer.run.run_dir import (
     ENVIRONMENT,
     GLOBAL_STEP,
@@ -159,8 +160,9 @@ class Tracker:
 
 
 def environment() -> dict[str, str]:
-    """Versions and machine, for the report. Imports no package and touches no device."""
-    facts = {"python": platform.python_version(), "platform": platform.platform(), "cpu cores": str(os.cpu_count())}
+    """Command, code, machine and versions, for the report. Imports no package and touches no device."""
+    facts = {"command": command_line(), "commit": code_version()["commit"] or "unknown", "python": platform.python_version()}
+    facts |= {"platform": platform.platform(), "cpu cores": str(os.cpu_count())}
     if gpus := gpu_names():
         facts["gpus"] = f"{len(gpus)} x {gpus[0]}"
     for package in PACKAGES:

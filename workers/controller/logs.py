@@ -51,8 +51,7 @@ def chatter_to(path: Path) -> Iterator[None]:
     Redirects file descriptors 1 and 2, thus also what Python writes to stderr, including logging and warnings. Python's
     stdout and ``tell`` still reach the user.
     """
-    path.parent.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    path.parent.mkdir(exist_ok=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
     # Buffered text belongs to the user: write it before the descriptors change.
     sys.stdout.flush()
     sys.stderr.flush()
@@ -91,8 +90,7 @@ def _same_on(descriptor: int, number: int, stream: TextIO) -> TextIO:
 
 def write_to(path: Path) -> None:
     """Append all output of this process to a file, including that of C libraries and of a crash."""
-    path.parent.parent.mkdir(mode=0o700, parents=True, exist_ok=True)  # on another node it may not exist yet
-    path.parent.mkdir(exist_ok=True)
+    path.parent.mkdir(parents=True, exist_ok=True)  # on another node it may not exist yet
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(descriptor, sys.stdout.fileno())
     os.dup2(descriptor, sys.stderr.fileno())

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Literal
 
 from torch import Tensor
 
+from configs.base.keys import ConfigError
 from configs.schema.common import ModelConfig
 from configs.schema.ppo import RolloutEngineConfig
 from workers.rollout.verification import HeldWeight, Lines
@@ -253,7 +254,7 @@ class Rollout(ABC):
         weights: full tensors under the names of peft's files. keep_cache: see load_weights. Used only with ``lora_sync=adapter``.
         Raises ValueError for weights that do not fit. Engines without adapters are rejected when the configuration is checked.
         """
-        raise ValueError(f"actor_rollout_ref.rollout.lora_sync=adapter: {type(self).__name__} takes no adapters")
+        raise ConfigError(f"actor_rollout_ref.rollout.lora_sync=adapter: {type(self).__name__} takes no adapters")
 
     @abstractmethod
     def held_weights(self, *, exact: bool) -> Sequence[HeldWeight]:

@@ -29,8 +29,6 @@ class Progress:
     """Writer of one engine's progress file. Each update is one small write, so a reader never sees half a record."""
 
     def __init__(self, path: Path) -> None:
-        # First the private log directory: with parents=True alone mkdir would create it with default permissions.
-        path.parent.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT, 0o644)
         self._requested, self._started, self._next = 0, 0.0, 0.0

@@ -22,6 +22,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from configs.base.keys import ConfigError
+
 TURNS = 64  # syncs until every line has been read
 CALL = 2**16  # fixed cost of reading one weight, in bytes that could be read and compared in the same time
 AT_ONCE = 2**24  # bytes of a weight read at a time, when all lines are compared
@@ -83,7 +85,7 @@ class PlainWeight(HeldWeight):
     def expected(self, part: int, tensor: Tensor, start: int, stop: int) -> tuple[Tensor, float]:
         rows = self._part(tensor.detach())
         if len(rows) != self.lines:
-            raise ValueError(
+            raise ConfigError(
                 f"actor_rollout_ref.rollout.verify_weights: the engine keeps {self.lines} rows of {self.names[0]}, and not "
                 f"{len(rows)}; which is not known here. verify_weights=off leaves weights unproven"
             )
@@ -258,7 +260,7 @@ def check_places(weights: Sequence[HeldWeight], came: Collection[str]) -> None:
     """
     known = {name for held in weights for name in held.names}
     if weights and (unknown := sorted(known ^ set(came))):
-        raise ValueError(
+        raise ConfigError(
             f"actor_rollout_ref.rollout.verify_weights: it is not known where the engine keeps {', '.join(unknown[:3])} "
             f"({len(unknown)} in all); verify_weights=off leaves all unproven"
         )

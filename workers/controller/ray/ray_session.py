@@ -37,7 +37,7 @@ class SessionDir:
 
     def __init__(self, run_dir: Path) -> None:
         """Raises ValueError if no directory can hold a socket."""
-        run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        run_dir.mkdir(parents=True, exist_ok=True)
         self._locks: dict[Path, int] = {}
         self.spill = self._claim(run_dir)
         self.mark = str(self.spill)

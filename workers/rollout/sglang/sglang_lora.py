@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor, nn
 
+from configs.base.keys import ConfigError
 from configs.schema.common import ModelConfig
 from workers.engine.fsdp import lora
 from workers.engine.hf.hf_model import empty_model, model_config
@@ -84,7 +85,7 @@ class AdapterInSGLang:
             (mlp, "intermediate_size", config.intermediate_size, PADDED_TO * ranks),
         ):
             if size % step and not layers.isdisjoint(self.layers):
-                raise ValueError(
+                raise ConfigError(
                     f"actor_rollout_ref.rollout.lora_sync=adapter: on CPU, with tensor_model_parallel_size={ranks}, SGLang takes "
                     f"an adapter of {' and '.join(sorted(layers))} if {key} is a multiple of {step}, and it is {size}; set "
                     "lora_sync=merged"
@@ -122,7 +123,7 @@ def block_and_layer(name: str) -> tuple[str, str]:
     """Path of the block and name of SGLang's linear layer that an adapter weight belongs to. Raises ValueError if unsupported."""
     match = SUPPORTED.fullmatch(name)
     if match is None:
-        raise ValueError(
+        raise ConfigError(
             f"actor_rollout_ref.rollout.lora_sync=adapter: SGLang takes {', '.join(LAYER_OF)} of an adapter, and not "
             f"{name.removeprefix(lora.PREFIX)}; set lora_sync=merged, which brings any, or choose other model.target_modules"
         )

@@ -28,6 +28,7 @@ from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm.v1.worker.utils import clear_layer_kv_caches
 
+from configs.base.keys import ConfigError
 from workers.controller.group import WorkerInfo
 from workers.engine.hf.hf_model import DTYPES
 from workers.rollout.base import EngineAsleep, RolloutSpec
@@ -73,7 +74,7 @@ def cache_bytes(spec: RolloutSpec, model: PreTrainedModel) -> int:
     shape = probe_cache_shape(model)
     sizes = CPUAttentionBackend.get_supported_head_sizes()
     if shape.key_dim not in sizes:
-        raise ValueError(
+        raise ConfigError(
             f"actor_rollout_ref.rollout.name=vllm: on CPU vLLM has attention for heads of {', '.join(map(str, sizes))} numbers; "
             f"{spec.model.path} has {shape.key_dim}"
         )
@@ -106,7 +107,7 @@ class SleepingWorker(TimedStart, CPUWorker):
             from workers.rollout.vllm.vllm_lora import for_every_token
 
             if is_moe_model(self.model_runner.model):
-                raise ValueError(
+                raise ConfigError(
                     "actor_rollout_ref.rollout.lora_sync=adapter: on CPU vLLM has no adapters for a mixture of experts; "
                     "set lora_sync=merged"
                 )

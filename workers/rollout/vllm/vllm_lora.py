@@ -23,6 +23,7 @@ from vllm.lora.layers import BaseLayerWithLoRA
 from vllm.lora.lora_model import LoRAModel
 from vllm.lora.peft_helper import PEFTHelper
 
+from configs.base.keys import ConfigError
 from configs.schema.common import ModelConfig
 from workers.engine.fsdp.lora import PREFIX, Adapter, inject
 from workers.engine.hf.hf_model import empty_model, model_config
@@ -43,7 +44,7 @@ class ExpectedAdapter:
         self.config = inject(packed, model, trained=False, seed=0)
         self.weights = ExpectedWeights(Adapter(packed).own)
         if self.config.r > RANKS[-1]:
-            raise ValueError(
+            raise ConfigError(
                 f"actor_rollout_ref.rollout.lora_sync=adapter: vLLM takes adapters of rank {RANKS[-1]} at most, and this one has "
                 f"{self.config.r}; set lora_sync=merged, which brings any"
             )
