@@ -16,7 +16,6 @@ from configs.schema.generation import GenerationConfig
 from configs.schema.placement import Pool, place
 from configs.schema.ppo import PPOConfig
 from configs.schema.supervised import RewardModelConfig, SFTConfig
-from configs.validation.rollout import world_size
 
 Config = TypeVar("Config")
 Run = TypeVar("Run", bound=PPOConfig | GenerationConfig)
@@ -114,7 +113,7 @@ def _lengths(config: Run, notes: list[str]) -> Run:
 
 
 def _engine_size(config: Run, notes: list[str]) -> Run:
-    """Reduce a tensor parallel size that nobody typed to one that divides the GPUs of the engines."""
+    """Reduce a tensor parallel size that was not typed to one that divides the GPUs of the engines."""
     rollout: Any = config.actor_rollout_ref.rollout
     pool: WorkersConfig | Pool = config.trainer
     if isinstance(config, PPOConfig):
@@ -124,7 +123,7 @@ def _engine_size(config: Run, notes: list[str]) -> Run:
         except ConfigError:  # pools that do not fit: reported by the validation
             return config
     # An SGLang engine is within a node.
-    gpus = pool.n_gpus_per_node if rollout.name == "sglang" else world_size(pool)
+    gpus = pool.n_gpus_per_node if rollout.name == "sglang" else pool.nnodes * pool.n_gpus_per_node
     size = rollout.tensor_model_parallel_size
     fits = gcd(size, gpus)
     if rollout.name == "embedded" or fits == size:

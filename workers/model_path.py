@@ -3,9 +3,12 @@
 import json
 import logging
 import os
+import socket
 import threading
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import getproxies
 
 from configs.schema.common import ModelConfig, TokenizedModelConfig
 
@@ -18,6 +21,7 @@ TOKENIZER = (
     "vocab.txt",
     "spiece.model",
 )
+CONNECT_SECONDS = 5.0
 EXPECTED = "expected a Hugging Face model directory, or a hub name like Qwen/Qwen3-0.6B"
 
 
@@ -53,18 +57,39 @@ def no_directory(place: str) -> str:
 
 
 def check_files(place: str, key: str) -> None:
-    """Check that a model directory is complete; a hub name is not checked.
+    """Check that a model directory is complete, or that a hub name is in the hub's cache or the hub is in reach.
 
     key: configuration key of ``place``, for messages. Raises as ``model_path`` does, and ValueError for incomplete files.
     """
     path = _model_directory(place, key)
     if path is None:
+        _check_hub(place, key)
         return
     try:
         _read_object(path / "config.json", (path / "config.json").read_bytes())
         _check_weights(path)
     except (OSError, ValueError) as error:
         raise ValueError(f"{key}={place}: {error}; copy or download it again") from error
+
+
+def _check_hub(place: str, key: str) -> None:
+    """Raise FileNotFoundError if a hub name is not in the cache and the hub takes no connection.
+
+    huggingface_hub would try to connect for half a minute.
+    """
+    from huggingface_hub import constants, try_to_load_from_cache  # imported late: most models are directories
+
+    cached = isinstance(try_to_load_from_cache(place, "config.json"), str)
+    if cached or constants.HF_HUB_OFFLINE or getproxies():
+        return
+    hub = urlsplit(constants.ENDPOINT)
+    try:
+        socket.create_connection((hub.hostname or "", hub.port or 443), CONNECT_SECONDS).close()
+    except OSError as error:
+        raise FileNotFoundError(
+            f"{key}={place}: {no_directory(place)}, not in the hub's cache, and no connection to {hub.hostname}: {error}; "
+            f"{EXPECTED}"
+        ) from error
 
 
 def check_tokenizer(model: TokenizedModelConfig, key: str) -> None:

@@ -59,6 +59,32 @@ def roles(config: PPOConfig) -> list[ShardedConfig]:
     return [config.actor_rollout_ref.actor, config.actor_rollout_ref.ref, config.critic]
 
 
+@pytest.mark.parametrize(
+    ("words", "size"),
+    [
+        (["trainer.n_gpus_per_node=1"], 1),
+        (["trainer.n_gpus_per_node=4"], 2),
+        (["trainer.n_gpus_per_node=3", "actor_rollout_ref.rollout.name=sglang"], 1),
+        (["trainer.n_gpus_per_node=1", "trainer.nnodes=2"], 2),
+        (["trainer.n_gpus_per_node=1", "trainer.nnodes=2", "actor_rollout_ref.rollout.name=sglang"], 1),
+        (["trainer.n_gpus_per_node=2", "placement=split"], 1),
+        (["trainer.n_gpus_per_node=1", "actor_rollout_ref.rollout.name=embedded"], 2),
+    ],
+)
+def test_a_tensor_parallel_size_that_was_not_typed_divides_the_gpus(words: list[str], size: int) -> None:
+    plain = ["algorithm=grpo", "rollout=vllm", "data.train_batch_size=24", "actor_rollout_ref.actor.ppo_mini_batch_size=24"]
+    config, _, notes = compose_with_notes("ppo_trainer", PPOConfig, [*plain, *words])
+    assert config.actor_rollout_ref.rollout.tensor_model_parallel_size == size
+    reduced = [note for note in notes if note.startswith("actor_rollout_ref.rollout.tensor_model_parallel_size=2: the default")]
+    assert len(reduced) == (size == 1)
+
+
+def test_a_tensor_parallel_size_that_was_typed_stays() -> None:
+    typed = "actor_rollout_ref.rollout.tensor_model_parallel_size=2"
+    config, _, _ = compose_with_notes("ppo_trainer", PPOConfig, ["rollout=vllm", "trainer.n_gpus_per_node=1", typed])
+    assert config.actor_rollout_ref.rollout.tensor_model_parallel_size == 2, "which the validation refuses"
+
+
 def test_a_remote_directory_equal_to_the_run_directory_is_removed() -> None:
     words = ["trainer.default_local_dir=runs/a", "trainer.checkpoint.remote_dir=runs/../runs/a"]
     config, _, notes = compose_with_notes("ppo_trainer", PPOConfig, words)

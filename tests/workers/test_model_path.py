@@ -1,9 +1,12 @@
 """Checks of a model's files: problems are reported in one line, before anything is loaded."""
 
 import json
+import os
+import socket
 from pathlib import Path
 
 import pytest
+from huggingface_hub import constants
 
 from data_preprocess import tiny_model
 from tests import tiny
@@ -33,8 +36,37 @@ def test_home_directory_is_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 def test_hub_name_is_unchanged() -> None:
     assert model_path(tiny.model_config("Qwen/Qwen3-0.6B")) == "Qwen/Qwen3-0.6B"
-    check_files("Qwen/Qwen3-0.6B", "model.path")
     check_tokenizer(tiny.model_config("Qwen/Qwen3-0.6B"), "model")
+
+
+def test_hub_name_is_refused_at_once_without_cache_and_connection(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[tuple[str, int]] = []
+
+    def refuse(address: tuple[str, int], timeout: float) -> None:
+        tried.append(address)
+        raise ConnectionRefusedError("refused")
+
+    monkeypatch.setattr(socket, "create_connection", refuse)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "ENDPOINT", "https://hub.example:8443")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    for name in [name for name in os.environ if name.lower().endswith("_proxy")]:
+        monkeypatch.delenv(name)
+    with pytest.raises(
+        FileNotFoundError, match=r"^model.path=a/b: .* not in the hub's cache, and no connection to hub.example: "
+    ):
+        check_files("a/b", "model.path")
+    assert tried == [("hub.example", 8443)]
+    monkeypatch.setenv("https_proxy", "http://proxy.example:1")
+    check_files("a/b", "model.path")
+    monkeypatch.delenv("https_proxy")
+    snapshot = tmp_path / "models--a--b" / "snapshots" / "1"
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text("{}")
+    (tmp_path / "models--a--b" / "refs").mkdir()
+    (tmp_path / "models--a--b" / "refs" / "main").write_text("1")
+    check_files("a/b", "model.path")
+    assert len(tried) == 1, "behind a proxy, and with a cache, nothing is connected"
 
 
 def wrong(path: Path) -> str:

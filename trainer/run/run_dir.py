@@ -220,7 +220,6 @@ def start_run(run_dir: Path, resume_step: int | None, rollout_dir: Path | None, 
         )  # fmt: skip
         outputs = [run_dir / name for name in written if not (restarted and name == EVENTS)]
         _set_aside(run_dir, outputs + [checkpoint_dir(run_dir, step) for step in checkpoint_steps(run_dir)])
-        (run_dir / EVENTS).touch()
         return
     # Later checkpoints exist if the user chose an earlier one, if they are damaged, or if a kill came before LATEST was moved.
     later = [step for step in checkpoint_steps(run_dir) if step > resume_step]

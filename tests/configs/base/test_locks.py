@@ -58,6 +58,17 @@ def test_a_held_lock_is_refused_with_its_holder_and_start_time(tmp_path: Path) -
     lock(run)
 
 
+@pytest.mark.parametrize("directory", ["/proc/there", "{file}/below", "{file}"])
+def test_a_directory_that_takes_no_files_is_refused_by_its_key(directory: str, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    path = Path(directory.format(file=tmp_path / "file"))
+    with (
+        pytest.raises(ValueError, match=rf"^a\.key={path}: .+; choose a directory in which files can be created$"),
+        locked(path, "a.key"),
+    ):
+        pass
+
+
 def test_a_process_takes_the_lock_again_only_after_its_release(tmp_path: Path) -> None:
     """A second run_ppo in a thread is refused; a restarted run is not."""
     with locked(tmp_path, "x"), pytest.raises(ValueError, match=f"in use by process {os.getpid()} "):

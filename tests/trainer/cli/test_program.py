@@ -142,6 +142,12 @@ def test_error_that_names_its_location_has_no_traceback(error: Exception, capsys
     assert "Traceback" in (err := capsys.readouterr().err) and err.endswith(f"error: {error}\n")
 
 
+def test_error_of_the_configuration_in_a_worker_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    error = WorkerError(0, "engine start", "ConfigError: rollout.name=vllm: no heads of 24", "Traceback ...")
+    assert raising(error)([]) == 2
+    assert capsys.readouterr().err == "error: rollout.name=vllm: no heads of 24\n"
+
+
 def test_ctrl_c_exits_without_a_traceback(capsys: pytest.CaptureFixture[str]) -> None:
     assert raising(KeyboardInterrupt())([]) == 130
     assert capsys.readouterr().err == "interrupted\n"

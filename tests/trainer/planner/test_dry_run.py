@@ -15,7 +15,6 @@ from tests.runs import make_task, ppo_arguments, run_ppo, without_eos
 from trainer import main_ppo
 from trainer.planner import dry_run
 from trainer.ppo import ppo_builder
-from trainer.rewards.pool.runner import RewardRunner
 from workers.host_memory import Memory
 
 FULL = "trainer.dry_run=full"
@@ -90,7 +89,6 @@ def test_plan_states_what_the_run_would_do(
         raise AssertionError("nothing is started")
 
     monkeypatch.setattr(ppo_builder, "open_backend", started)
-    monkeypatch.setattr(RewardRunner, "start", started)
     words = ("trainer.total_training_steps=null", "trainer.total_epochs=5", "actor_rollout_ref.actor.ppo_mini_batch_size=4")
     output = plan(task, tmp_path / "run", capsys, *words, "algorithm=ppo", "reward.num_workers=2")
     with safe_open(task / "base" / "model.safetensors", "pt") as weights:
@@ -109,6 +107,7 @@ def test_plan_states_what_the_run_would_do(
         "answers", "actor: log-probs", "actor: update", "critic: values", "critic: update",
     ]  # fmt: skip
     assert all(0 < float(size) < 1 for _, size in phases), "a tiny model"
+    assert "16 responses of at most 8 tokens" in output and "score of the ground truth as response: mean " in output
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["config.yaml"]
 
 
@@ -208,11 +207,11 @@ def test_plan_reports_problems_of_the_run(
         output[-3].startswith("rows longer than the model knows: ") and " = 16 tokens, and its config.json has 8 " in output[-3]
     )
     assert output[-2] == "more than there is: actor: update in pool workers, and a worker here has 0.001 GB"
-    assert output[-1].startswith("nothing was started; ")
+    assert output[-1].startswith("no training was started; ")
     small.total = 1e12
     stretched = "actor_rollout_ref.model.override_config.rope_parameters={rope_type:linear,factor:2.0,rope_theta:10000.0}"
     output = plan(task, tmp_path / "run", capsys, positions, stretched).splitlines()
-    assert output[-1].startswith("fine, nothing was started; ") and not output[-2].startswith("rows longer")
+    assert output[-1].startswith("fine, no training was started; ") and not output[-2].startswith("rows longer")
 
 
 def test_plan_of_adapters_and_of_models_without_an_estimate(
@@ -223,7 +222,7 @@ def test_plan_of_adapters_and_of_models_without_an_estimate(
     assert more == 96 + 1, "weights and bias of the value head; the language head is tied"
     monkeypatch.setattr(dry_run, "shape_of", lambda *args: None)
     output = plan(task, tmp_path / "run", capsys, "algorithm=ppo", "actor_rollout_ref.model.lora_rank=2")
-    assert "\n  none: it is for dense decoders, and actor_rollout_ref.actor, critic is none\nfine, " in output
+    assert "\n  none: it is for dense decoders, and actor_rollout_ref.actor, critic is none\na trial " in output
     assert (
         f"(qwen2, {task}/base; a LoRA adapter alone is trained)" in output
         and f"critic: 0.223 million parameters (qwen2, {task}/base)" in output

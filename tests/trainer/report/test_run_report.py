@@ -34,7 +34,7 @@ from trainer.tracking.conversation import conversation_of
 from trainer.tracking.tracker import Tracker
 
 CONFIG: dict[str, Any] = {
-    "trainer": {"project_name": "project", "experiment_name": "sort <b>digits</b>"},
+    "trainer": {"project_name": "project", "experiment_name": "sort <b>digits</b>", "seed": 7},
     "data": {"note": "</pre><script>"},
 }
 HOSTILE = "<script>alert(1)</script>\"'&<img src=x onerror=alert(2)>"

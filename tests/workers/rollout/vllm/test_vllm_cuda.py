@@ -97,6 +97,6 @@ def test_the_workers_class_is_found_and_can_be_another() -> None:
 
 
 def test_gpus_share_no_compiled_code() -> None:
-    """vLLM hashes additional_config for the name of the compile cache's folder (test_compile_cache_cuda.py)."""
+    """vLLM hashes additional_config for the name of the compile cache's folder (test_vllm_cuda_compile_cache.py)."""
     keys = [completed({"dtype": "bfloat16", "additional_config": {"a": 1}}, gpu)["additional_config"] for gpu in (0, 1)]
     assert keys[0] != keys[1] and all(key["a"] == 1 for key in keys)
