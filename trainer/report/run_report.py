@@ -44,6 +44,7 @@ from workers.controller.logs import tell
 
 ACCURACY = "val/accuracy"
 PROBLEMS = "val/problems"
+PARTIAL_CREDIT = "val/partial_credit"
 MOST_ANSWERS = 16
 UNKNOWN = {"command": "unknown", "commit": "unknown"}  # in run directories of version 0.1.0 before 2026-11-24
 DRAWN_STEPS = 3
@@ -152,10 +153,15 @@ def finish(run_dir: Path) -> None:
     if ACCURACY in series:
         accuracies = series[ACCURACY][1]
         of = f" ({series[PROBLEMS][1][-1]:g} problems)" if PROBLEMS in series else ""  # a reward model's is of pairs
-        print(f"held-out accuracy: {accuracies[0]:.2f} -> {accuracies[-1]:.2f}{of}")
+        print(f"held-out {held_out_name(series)}: {accuracies[0]:.2f} -> {accuracies[-1]:.2f}{of}")
     if (line := balance_line(steps)) is not None:
         print(f"balance: {line}")
     print(f"report: {path}")
+
+
+def held_out_name(series: Series) -> str:
+    """What val/accuracy is: a mean score where a response may get partial credit."""
+    return "score" if any(series.get(PARTIAL_CREDIT, ((), ()))[1]) else "accuracy"
 
 
 def write_report(run_dir: Path) -> Path:
@@ -176,6 +182,7 @@ def write_report(run_dir: Path) -> Path:
         run_dir=run_dir.absolute(),
         seed=config["trainer"]["seed"],
         accuracy=[series[ACCURACY][1][0], series[ACCURACY][1][-1]] if ACCURACY in series else None,
+        held_out=held_out_name(series),
         problems=series[PROBLEMS][1][-1] if PROBLEMS in series else None,
         facts=facts_of(steps, series),
         failed=sum(series["reward/failed"][1]) if "reward/failed" in series else 0,
@@ -303,7 +310,8 @@ def charts_of(series: Series, more: Sequence[CurveSpec] = ()) -> list[Chart]:
                 low, high = (series[f"{spec.band}/{end}"][1] if spec.band else None for end in ("min", "max"))
                 curves.append(Curve(label, *series[name], low=low, high=high, exact=spec.exact, dots=spec.dots))
         if curves:
-            charts.append(draw(spec.title, spec.note, curves, at_least=spec.at_least))
+            title = f"Held-out {held_out_name(series)}" if spec.metrics == ((ACCURACY, "all"),) else spec.title
+            charts.append(draw(title, spec.note, curves, at_least=spec.at_least))
     return charts
 
 

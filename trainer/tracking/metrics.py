@@ -163,7 +163,9 @@ def validation_metrics(
 
     Per source: ``val-core/<data_source>/<name>/mean@n`` for the decisive number ("acc" if present, else "reward") and
     ``val-aux/...`` for the others. ``val/accuracy``: mean of the decisive number over all prompts. ``val/accuracy_std`` and
-    ``val/accuracy_min``: standard deviation and minimum over prompts. ``val/problems``: number of prompts.
+    ``val/accuracy_min``: standard deviation and minimum over prompts. ``val/partial_credit``: share of
+    responses whose decisive number is neither 0 nor 1: where there are some, val/accuracy is a mean score. ``val/problems``:
+    number of prompts.
     """
     # The largest group: responses whose reward failed are left out, so a prompt may have fewer than n.
     n = max(Counter(uids).values())
@@ -183,6 +185,7 @@ def validation_metrics(
     metrics["val/accuracy"] = fmean(means)
     metrics["val/accuracy_std"] = pstdev(means)
     metrics["val/accuracy_min"] = min(means)
+    metrics["val/partial_credit"] = fmean(count not in (0.0, 1.0) for count in counts.values())
     metrics["val/problems"] = float(len(means))
     return metrics
 

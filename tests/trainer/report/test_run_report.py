@@ -19,6 +19,7 @@ from trainer.report.run_report import (
     MOST_WORKERS,
     GrowingReport,
     answers_of,
+    finish,
     main,
     phase_seconds,
     timeline_of,
@@ -88,6 +89,20 @@ class Page(HTMLParser):
 @pytest.fixture(scope="module")
 def html(tmp_path_factory: pytest.TempPathFactory) -> str:
     return write_report(make_run(tmp_path_factory.mktemp("run"))).read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(("partial", "name"), [(None, "accuracy"), (0.0, "accuracy"), (0.25, "score")])
+def test_mean_of_partial_credits_is_called_a_score(
+    partial: float | None, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tracker = Tracker([], tmp_path, "project", "experiment", CONFIG)
+    for step, value in ((0, 0.25), (1, 0.5)):
+        metrics = {"val/accuracy": value, "val/problems": 4.0, "timing_s/step": 1.0}
+        tracker.log(metrics | ({} if partial is None else {"val/partial_credit": partial * step}), step)
+    tracker.close()
+    finish(tmp_path)
+    assert f"held-out {name}: 0.25 -> 0.50 (4 problems)\n" in capsys.readouterr().out
+    assert f"held-out {name} ·" in (tmp_path / "report.html").read_text(encoding="utf-8")
 
 
 def test_headline_states_the_results(html: str) -> None:

@@ -65,5 +65,6 @@ def test_validation_measures_reported_numbers_and_excludes_failed_rewards(split:
         "val/accuracy": 0.5,
         "val/accuracy_std": 0.5,
         "val/accuracy_min": 0.0,
+        "val/partial_credit": 0.0,
         "val/problems": 2.0,
     }

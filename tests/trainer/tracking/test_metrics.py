@@ -174,6 +174,7 @@ def test_validation_weighs_prompts_equally() -> None:
         "val/accuracy": 0.5,
         "val/accuracy_std": pytest.approx((1 / 6) ** 0.5),
         "val/accuracy_min": 0.0,
+        "val/partial_credit": 0.0,
         "val/problems": 3.0,
     }
 
@@ -195,6 +196,7 @@ def test_validation_metric_needs_a_value_for_every_response_of_its_source() -> N
         "val/accuracy": 0.5,
         "val/accuracy_std": pytest.approx((1 / 6) ** 0.5),
         "val/accuracy_min": 0.0,
+        "val/partial_credit": pytest.approx(1 / 3),
         "val/problems": 3.0,
     }
 
