@@ -10,9 +10,10 @@ OUT = "out="
 HELP = """\
 python -m trainer.main_compare DIRECTORY [DIRECTORY ...] [out=PATH]
 
-Writes PATH.html and PATH.png (comparison): where the configurations of these runs differ, their curves side by side, and their
-last values. Runs that differ in seeds alone are one curve, their mean, within a band from the least to the largest. A directory
-is a run's, or holds the runs of a sweep; a run may still be going on.
+Prints last values, and writes PATH.html and PATH.png: where the configurations of these runs differ, and their curves side by
+side. PATH is by default `comparison` in a sweep's directory, or next to the runs. Runs that differ in seeds alone are one curve,
+their mean, within a band from the least to the largest. A directory is a run's, or holds the runs of a sweep; a run may still be
+going on.
 
 Examples
   python -m trainer.main_compare runs/first runs/second
@@ -28,17 +29,19 @@ def compare(argv: Sequence[str]) -> int:
         return complain(f"{dashed[0]}: there is no such flag; run directories, and out=PATH")
     outs = [word.removeprefix(OUT) for word in argv if word.startswith(OUT)]
     directories = [Path(word) for word in argv if not word.startswith(OUT)]
-    out = outs[-1].removesuffix(".html").removesuffix(".png") if outs else "comparison"
-    if out.endswith("/") or not Path(out).name:
+    out = outs[-1].removesuffix(".html").removesuffix(".png") if outs else ""
+    if outs and (out.endswith("/") or not Path(out).name):
         return complain(f"out={outs[-1]}: must be a file's path, of which .html and .png are made")
     if not directories:
         return complain(f"out={out}: there is nothing to compare; name run directories, or a sweep's")
-    from trainer.report.compare import write_comparison
+    from trainer.report.compare import beside, find_runs, groups_of, table, write_comparison
 
     try:
-        paths = write_comparison(directories, Path(out))
+        groups = groups_of(find_runs(directories))
+        paths = write_comparison(groups, Path(out) if outs else beside(directories))
     except (ValueError, OSError) as error:
         return complain(" ".join(str(error).split()))
+    print("\n".join(table(groups)))
     print(f"comparison: {' '.join(map(str, paths))}")
     return 0
 

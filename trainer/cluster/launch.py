@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from configs.schema.serve_reward import ServeRewardConfig
 from configs.validation.rollout import world_size
 from trainer.cluster.determinism import worker_environment
 from workers.controller.group import Backend, WorkerError, WorkerGroup
+from workers.controller.logs import announce
 from workers.controller.resource_pool import ResourcePool
 
 Replacement = Callable[[str, WorkerError], AbstractContextManager[None]]
@@ -49,6 +51,11 @@ def open_backend(trainer: WorkersConfig, ray_kwargs: RayConfig, timeouts: Worker
 
 
 def check_device(trainer: WorkersConfig) -> None:
+    """Check that this machine has the GPUs, and report more workers than cores. Raises ValueError."""
+    cores = len(os.sched_getaffinity(0))
+    if trainer.device == "cpu" and trainer.n_gpus_per_node > cores:
+        workers = f"trainer.n_gpus_per_node={trainer.n_gpus_per_node}: a worker per core is fastest on a CPU"
+        announce([f"{workers}, and this process may use {cores}"])
     if trainer.device == "cuda" and torch.cuda.device_count() < trainer.n_gpus_per_node:
         raise ValueError(
             f"trainer.device=cuda trainer.n_gpus_per_node={trainer.n_gpus_per_node}: this machine has "

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +32,7 @@ NAMES = (
 )
 """Keys that name or locate a run, ignored when configurations are compared."""
 MOST_IN_LABEL = 3
+TABLE_METRICS = 4
 NOT_SET = "(not set)"
 PNG_CHARTS, PNG_COLUMNS = 6, 3
 PNG_COLORS = ("#3b6fd8", "#e0792f", "#2a9d74", "#a45bd0", "#d1495b", "#c9a227", "#3aa6b9", "#7a8699", "#b86b8f", "#9aa5b1")
@@ -192,10 +194,38 @@ def charts_of(groups: Sequence[Group]) -> list[Chart]:
     return charts
 
 
-def write_comparison(directories: Sequence[Path], out: Path) -> list[Path]:
-    """Write ``out``.html, a single self-contained file, and ``out``.png. Returns both paths. Raises ValueError like find_runs."""
-    runs = find_runs(directories)
-    groups = groups_of(runs)
+def beside(directories: Sequence[Path]) -> Path:
+    """Default path of a comparison: in a sweep's directory, or next to the runs."""
+    if len(directories) == 1 and not (directories[0] / METRICS).exists():
+        return directories[0] / "comparison"
+    return Path(os.path.commonpath([directory.absolute().parent for directory in directories])) / "comparison"
+
+
+def table(groups: Sequence[Group]) -> list[str]:
+    """One line per group below a heading: steps and the first metrics of the page, the last values of each."""
+    shown = [(title, metric) for title, metric, _ in metrics_shown([run for group in groups for run in group.runs])][
+        :TABLE_METRICS
+    ]
+    rows = [("run", "steps", *(title for title, _ in shown))]
+    for group in groups:
+        finals = [final_of(group, metric) for _, metric in shown]
+        steps = sorted({run.steps for run in group.runs})
+        rows.append((label_with_seeds(group), "-".join(map(str, steps[:: max(1, len(steps) - 1)])), *map(final_in_words, finals)))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(f"{word:<{width}}" for word, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+def final_in_words(final: Final | None) -> str:
+    if final is None:
+        return "-"
+    return (
+        number(final.mean) if final.low == final.high else f"{number(final.mean)} ({number(final.low)} to {number(final.high)})"
+    )
+
+
+def write_comparison(groups: Sequence[Group], out: Path) -> list[Path]:
+    """Write ``out``.html, a single self-contained file, and ``out``.png. Returns both paths."""
+    runs = [run for group in groups for run in group.runs]
     settings = [group.runs[0].settings() for group in groups]
     names = list(dict.fromkeys(name for run in runs for name in run.series))
     shown = [(title, metric) for title, metric, _ in metrics_shown(runs)]

@@ -28,7 +28,8 @@ from trainer.run.run_dir import (
 # in these keys only are the same run. A name that ends in a dot stands for all keys below it.
 NOT_THE_RUN = (
     "trainer.default_local_dir", "trainer.resume_mode", "trainer.max_restarts", "trainer.walltime", "trainer.watch.",
-    "trainer.logger", "trainer.objective", "trainer.dry_run", "trainer.full_traceback", "timeouts.", "ray_kwargs.",
+    "trainer.logger", "trainer.objective", "trainer.dry_run", "trainer.full_traceback", "trainer.private",
+    "timeouts.", "ray_kwargs.",
 )  # fmt: skip
 
 

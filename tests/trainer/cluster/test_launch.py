@@ -9,7 +9,7 @@ import pytest
 from configs.compose import compose
 from configs.schema.placement import ROLES, place
 from configs.schema.ppo import PPOConfig
-from trainer.cluster.launch import RunWorkers, start_pools
+from trainer.cluster.launch import RunWorkers, check_device, start_pools
 from workers.controller.group import Backend, Transport, WorkerError, WorkerGroup
 from workers.controller.resource_pool import ResourcePool
 
@@ -140,3 +140,13 @@ def test_refused_replacement_starts_nothing() -> None:
     with pytest.raises(WorkerError, match="process 7 died"), workers.replicas.replaced(1, WorkerError(0, "x", "process 7 died")):
         pass
     assert backend.ended == [] and len(backend.started) == 3
+
+
+@pytest.mark.parametrize(("workers", "noted"), [(2, False), (3, True)])
+def test_more_workers_than_cores_are_noted(
+    workers: int, noted: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {4, 7})
+    words = ["trainer.device=cpu", f"trainer.n_gpus_per_node={workers}"]
+    check_device(compose("ppo_trainer", PPOConfig, words).trainer)
+    assert (f"note: trainer.n_gpus_per_node={workers}: a worker per core is fastest" in capsys.readouterr().err) == noted
