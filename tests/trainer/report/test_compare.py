@@ -104,7 +104,9 @@ def test_page_and_picture_show_the_groups(
     fill, bands = Axes.fill_between, list[Any]()
     monkeypatch.setattr(Axes, "fill_between", lambda axes, *args, **how: (bands.append(args), fill(axes, *args, **how))[1])
     assert compare([str(sweep), f"out={out}.html"]) == 0
-    assert capsys.readouterr().out == f"comparison: {out}.html {out}.png\n"
+    *lines, last = capsys.readouterr().out.splitlines()
+    assert last == f"comparison: {out}.html {out}.png"
+    assert lines[0].split("  ")[0] == "run" and len(lines) == 3 and "2 seeds" in lines[1] and " to " in lines[1]
     page = out.with_name("it is.html").read_text()
     assert (
         "actor_rollout_ref.actor.optim.lr" in page
@@ -119,6 +121,14 @@ def test_page_and_picture_show_the_groups(
     picture = out.with_name("it is.png").read_bytes()
     assert picture.startswith(b"\x89PNG") and len(picture) > 20_000 and len(bands) == 2
     assert int.from_bytes(picture[16:20]) == 2 * 624, "two charts side by side"
+
+
+def test_comparison_is_written_beside_the_runs(sweep: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for directories in ([sweep], [sweep / "0", sweep / "1"], [sweep / "0"]):
+        assert compare([str(directory) for directory in directories]) == 0
+        assert capsys.readouterr().out.splitlines()[-1].startswith(f"comparison: {sweep}/comparison.html")
+        for ending in ("html", "png"):
+            (sweep / f"comparison.{ending}").unlink()
 
 
 def test_equal_runs_are_labelled_by_directory(tmp_path: Path) -> None:
