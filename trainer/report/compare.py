@@ -203,12 +203,10 @@ def beside(directories: Sequence[Path]) -> Path:
 
 def table(groups: Sequence[Group]) -> list[str]:
     """One line per group below a heading: steps and the first metrics of the page, the last values of each."""
-    shown = [(title, metric) for title, metric, _ in metrics_shown([run for group in groups for run in group.runs])][
-        :TABLE_METRICS
-    ]
-    rows = [("run", "steps", *(title for title, _ in shown))]
+    shown = list(metrics_shown([run for group in groups for run in group.runs]))[:TABLE_METRICS]
+    rows = [("run", "steps", *(title for title, _, _ in shown))]
     for group in groups:
-        finals = [final_of(group, metric) for _, metric in shown]
+        finals = [final_of(group, metric) for _, metric, _ in shown]
         steps = sorted({run.steps for run in group.runs})
         rows.append((label_with_seeds(group), "-".join(map(str, steps[:: max(1, len(steps) - 1)])), *map(final_in_words, finals)))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -218,9 +216,8 @@ def table(groups: Sequence[Group]) -> list[str]:
 def final_in_words(final: Final | None) -> str:
     if final is None:
         return "-"
-    return (
-        number(final.mean) if final.low == final.high else f"{number(final.mean)} ({number(final.low)} to {number(final.high)})"
-    )
+    mean, low, high = (number(value) for value in (final.mean, final.low, final.high))
+    return mean if final.low == final.high else f"{mean} ({low} to {high})"
 
 
 def write_comparison(groups: Sequence[Group], out: Path) -> list[Path]:
