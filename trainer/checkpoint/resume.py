@@ -69,6 +69,7 @@ SAFE_TO_CHANGE = (
 ADDED = {
     "reward.timeout_score": "null",
     "data.tools_key": "null",
+    "data.custom_cls.path": "null", "data.custom_cls.name": "null",
     "algorithm.gamma_over": '"token"',
     "async_training.mode": "null", "async_training.oversubmit": "1.5", "async_training.max_age": "4",
     "async_training.max_staleness": "2", "async_training.clock": '"logical"', "async_training.prox_logp": '"recompute"',

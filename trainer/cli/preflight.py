@@ -38,8 +38,14 @@ def ppo_inputs(config: PPOConfig) -> Iterator[str]:
         yield from _problems(check_files, config.critic.model.path, "critic.model.path")
     yield from _reward(reward)
     yield from _agents(config.actor_rollout_ref.rollout)
-    rows = yield from _prompts("data.train_files", data.train_files, data, reward, whole=data.train_max_samples < 0)
-    yield from _prompts("data.val_files", data.val_files, data, reward, whole=data.val_max_samples < 0)
+    rows = None
+    if data.custom_cls.path is not None:
+        # Only the class knows what its files are.
+        where = f"data.custom_cls.path={data.custom_cls.path}"
+        yield from _problems(check_source, data.custom_cls.path, data.custom_cls.name, where, "class")
+    else:
+        rows = yield from _prompts("data.train_files", data.train_files, data, reward, whole=data.train_max_samples < 0)
+        yield from _prompts("data.val_files", data.val_files, data, reward, whole=data.val_max_samples < 0)
     if rows is not None and rows < data.train_batch_size:
         yield f"data.train_batch_size={data.train_batch_size}: data.train_files has {rows} rows; lower it, or add data"
     if data.ptx_files is not None:

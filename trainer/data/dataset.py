@@ -8,10 +8,11 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from configs.schema.ppo import PromptConfig
+from configs.schema.ppo import DataConfig, PromptConfig
 from trainer.data.encoding import Messages, encode_all, truncate
 from trainer.data.files import Rows, value_of
 from trainer.data.order import DataOrder, draw
+from trainer.data.verl_dataset import ClassRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,12 +53,19 @@ class PromptDataset:
         scored: rows must have the columns of a scorer, data source and ground truth; otherwise these are optional and default to
         "" and None.
 
+        Rows are those of the files, or of the class of data.custom_cls.
+
         Raises ValueError, one line, for missing files, columns or rows, for an empty prompt, for a prompt that is too long with
         data.truncation=error, and if the filter removes all prompts.
         """
         self._source_key, self._prompt_key = config.reward_fn_key, config.prompt_key
         needed = [config.reward_fn_key, "reward_model.ground_truth"] if scored else []
-        self._rows = Rows(files, [config.prompt_key, *needed], [config.reward_fn_key, "reward_model", "extra_info", "agent_name"])
+        columns = [config.prompt_key, *needed], [config.reward_fn_key, "reward_model", "extra_info", "agent_name"]
+        self._rows: Rows | ClassRows
+        if isinstance(config, DataConfig) and config.custom_cls.path is not None:
+            self._rows = ClassRows(files, *columns, tokenizer, config)
+        else:
+            self._rows = Rows(files, *columns)
         self.n_rows = len(self._rows)
         sources = self._rows.column(config.reward_fn_key)
         notices = []

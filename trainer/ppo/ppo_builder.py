@@ -161,7 +161,8 @@ def reader(config: PPOConfig) -> Tokenizer:
     vocab_size(config.actor_rollout_ref.model)
     tokenizer, data = load_tokenizer(config.actor_rollout_ref.model), config.data
     # One row per split only: a fast check for errors that affect all rows. The data is read while the workers start.
-    for key, name in (("data.train_files", data.train_files[0]), ("data.val_files", data.val_files[0])):
+    splits = [("data.train_files", data.train_files[0]), ("data.val_files", data.val_files[0])]
+    for key, name in splits if data.custom_cls.path is None else ():
         try:
             encode(tokenizer, [first_value(name, data.prompt_key)], data.apply_chat_template_kwargs)
         except ValueError as error:
