@@ -139,7 +139,7 @@ def _load_class(entry: Mapping[str, Any], where: str) -> Any:
                 module = importlib.import_module(module_name)
         except (Exception, SystemExit) as error:  # the user's file may raise anything
             raise ValueError(f"{where}.class_name={name} does not load: {describe(error)}") from error
-    cls = vars(module).get(attribute)
+    cls = getattr(module, attribute, None)  # not vars: stand-ins for verl's modules import what they have when it is read
     if not isinstance(cls, type):
         raise ValueError(f"{where}.class_name={name}: {module.__name__} has no class {attribute}")
     return cls
