@@ -136,4 +136,4 @@ def test_a_data_set_class_a_tool_and_a_reward_in_the_form_of_retool_train(task: 
     *_, last = metrics_of(tmp_path / "run")
     assert last["training/global_step"] == 2 and last["actor/grad_norm"] > 0
     # Two turns, the question and the answer, which has no box.
-    assert last["critic/score/mean"] == pytest.approx(-0.8)
+    assert last["critic/score/mean"] == pytest.approx(-0.8, abs=0.05)
