@@ -59,7 +59,7 @@ def load_tools(path: str, key: str) -> list[AnyTool]:
         if kind == "mcp":
             loaded += load_mcp_tools(entry, where)
             continue
-        cls = _load_class(entry, where)
+        cls = load_named(entry["class_name"], f"{where}.class_name")
         schema = entry.get("tool_schema")
         try:
             with verl_modules():
@@ -80,7 +80,7 @@ def load_interactions(path: str, key: str) -> dict[str, Any]:
     loaded: dict[str, Any] = {}
     for i, entry in enumerate(_entries(path, "interaction", key)):
         where = f"{key}: interaction[{i}]"
-        cls = _load_class(entry, where)
+        cls = load_named(entry["class_name"], f"{where}.class_name")
         name = entry.get("name") or cls.__name__.removesuffix("Interaction").lower()
         if name in loaded:
             raise ValueError(f"{where}.name={name}: there are two interactions of this name")
@@ -123,14 +123,13 @@ def _is_entry(entry: Any) -> bool:
     )
 
 
-def _load_class(entry: Mapping[str, Any], where: str) -> Any:
-    """The class of class_name: module.Class, or path/to/file.py:Class."""
-    name = entry["class_name"]
+def load_named(name: str, where: str) -> Any:
+    """The class module.Class, or path/to/file.py:Class. where: of its name, for errors. Raises ValueError, one line."""
     path, colon, attribute = name.rpartition(":")
     with verl_modules():
         try:
             if colon:
-                file = check_file(path, f"{where}.class_name={name}")
+                file = check_file(path, f"{where}={name}")
                 # A file of verl's own imports its neighbours: from .base_tool import BaseTool.
                 package = ".".join(file.parts[-3:-1])
                 module = load_module(file, package if package in ("verl.tools", "verl.interactions") else "")
@@ -138,8 +137,8 @@ def _load_class(entry: Mapping[str, Any], where: str) -> Any:
                 module_name, _, attribute = name.rpartition(".")
                 module = importlib.import_module(module_name)
         except (Exception, SystemExit) as error:  # the user's file may raise anything
-            raise ValueError(f"{where}.class_name={name} does not load: {describe(error)}") from error
+            raise ValueError(f"{where}={name} does not load: {describe(error)}") from error
     cls = getattr(module, attribute, None)  # not vars: stand-ins for verl's modules import what they have when it is read
     if not isinstance(cls, type):
-        raise ValueError(f"{where}.class_name={name}: {module.__name__} has no class {attribute}")
+        raise ValueError(f"{where}={name}: {module.__name__} has no class {attribute}")
     return cls

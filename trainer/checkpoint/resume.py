@@ -88,7 +88,7 @@ ADDED = {
     "actor_rollout_ref.rollout.multi_turn.environment": "null",
     "actor_rollout_ref.rollout.multi_turn.on_break": '"split"',
     "actor_rollout_ref.rollout.agent.default_agent_loop": "null",
-    "actor_rollout_ref.rollout.agent.program": "null",
+    "actor_rollout_ref.rollout.agent.agent_loop_config_path": "null", "actor_rollout_ref.rollout.agent.program": "null",
 }  # fmt: skip
 """{key: JSON value} of keys that checkpoints of earlier versions lack; the value reproduces the behaviour of those versions."""
 

@@ -106,11 +106,12 @@ def _agents(rollout: RolloutConfig) -> Iterator[str]:
     """Files of tools, interactions, environments and loops."""
     turns, loop, key = rollout.multi_turn, rollout.agent.default_agent_loop, "actor_rollout_ref.rollout"
     for name, path in (
-        ("tool_config_path", turns.tool_config_path),
-        ("interaction_config_path", turns.interaction_config_path),
+        ("multi_turn.tool_config_path", turns.tool_config_path),
+        ("multi_turn.interaction_config_path", turns.interaction_config_path),
+        ("agent.agent_loop_config_path", rollout.agent.agent_loop_config_path),
     ):
         if path is not None and not Path(path).expanduser().is_file():
-            yield f"{key}.multi_turn.{name}={path}: no such file"
+            yield f"{key}.{name}={path}: no such file"
     if turns.function_tool_path is not None:
         yield from _problems(
             check_file, turns.function_tool_path, f"{key}.multi_turn.function_tool_path={turns.function_tool_path}"

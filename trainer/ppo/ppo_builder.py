@@ -218,7 +218,13 @@ class Assembly:
         rollout, data = config.actor_rollout_ref.rollout, config.data
         if not rollout.multi_turn.enable:
             return None
-        setup = AgentSetup(tokenizer, data.apply_chat_template_kwargs, rollout.multi_turn, rollout.agent)
+        run: dict[str, Any] = {}
+        if rollout.agent.agent_loop_config_path is not None:
+            run = asdict(config)
+            run["actor_rollout_ref"]["rollout"] |= {
+                "prompt_length": data.max_prompt_length, "response_length": data.max_response_length
+            }  # fmt: skip
+        setup = AgentSetup(tokenizer, data.apply_chat_template_kwargs, rollout.multi_turn, rollout.agent, run)
         pool = stack.enter_context(AgentPool(setup))
         in_step = config.async_training.clock == "logical"
         return AgentSessions(pool, max_prompt=data.max_prompt_length, max_tokens=data.max_response_length, in_step=in_step)

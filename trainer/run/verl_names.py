@@ -12,20 +12,20 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import ModuleType
 from typing import Any
 
 _LOADING = threading.RLock()
-_SCHEMAS = {
-    name: f"agents.tools:{name}"
-    for name in (
-        "OpenAIFunctionPropertySchema",
-        "OpenAIFunctionParametersSchema",
-        "OpenAIFunctionSchema",
-        "OpenAIFunctionToolSchema",
-        "ToolResponse",
-    )
-}
+
+
+def _of(module: str, *names: str) -> dict[str, str]:
+    return {name: f"{module}:{name}" for name in names}
+
+
+_OPENAI = [f"OpenAIFunction{part}Schema" for part in ("Property", "Parameters", "", "Tool")]
+_SCHEMAS = _of("agents.tools", *_OPENAI, "ToolResponse")
+_loops = partial(_of, "agents.token_loops")
 _NAMES: dict[str, dict[str, str]] = {
     "verl.tools.schemas": _SCHEMAS,
     "verl.tools.base_tool": _SCHEMAS | {"BaseTool": "agents.tools:BaseTool"},
@@ -38,6 +38,12 @@ _NAMES: dict[str, dict[str, str]] = {
     "verl.utils.rollout_trace": {"rollout_trace_op": "agents.verl_modules:rollout_trace_op"},
     "verl.utils.reward_score.gsm8k": {"compute_score": "rewards.rules.verl_scores:gsm8k_score"},
     "verl.utils.reward_score.math_dapo": {"compute_score": "rewards.rules.verl_scores:math_dapo_score"},
+    "verl.experimental.agent_loop.agent_loop": _loops(
+        "AgentLoopBase", "AgentLoopMetrics", "AgentLoopOutput", "AsyncLLMServerManager", "TokenOutput", "register"
+    ),
+    "verl.experimental.agent_loop": _loops("AgentLoopBase", "AgentLoopOutput", "AsyncLLMServerManager", "register"),
+    "verl.experimental.agent_loop.tool_parser": _loops("FunctionCall", "ToolParser"),
+    "verl.experimental.agent_loop.utils": _loops("add_generation_prompt_for_gpt_oss", "format_gpt_oss_tool_response_manually"),
     "verl.utils.dataset": {"RLHFDataset": "data.verl_dataset:RLHFDataset"},
     "verl.utils.dataset.rl_dataset": {"RLHFDataset": "data.verl_dataset:RLHFDataset"},
 }
