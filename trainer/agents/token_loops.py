@@ -102,7 +102,11 @@ class AgentLoopBase:
     @cached_property
     def system_prompt(self) -> list[int]:
         """Tokens that the chat template writes before any message."""
-        return [*self.tokenizer.apply_chat_template([{}], add_generation_prompt=False, tokenize=True, **self.apply_chat_template_kwargs)]
+        return [
+            *self.tokenizer.apply_chat_template(
+                [{}], add_generation_prompt=False, tokenize=True, **self.apply_chat_template_kwargs
+            )
+        ]
 
     async def apply_chat_template(
         self,

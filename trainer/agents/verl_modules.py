@@ -16,6 +16,7 @@ from trainer.agents.tools import AnyTool, FunctionTool, StatefulTool
 from trainer.run.user_code import check_file, describe, load_module
 from trainer.run.verl_names import verl_modules
 
+
 def rollout_trace_op(function: Callable[..., Any]) -> Callable[..., Any]:
     """The function as it is: calls of tools are recorded by their session."""
     return function

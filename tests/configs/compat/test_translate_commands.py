@@ -95,7 +95,9 @@ def test_a_file_of_agent_loops_enables_conversations() -> None:
 
 
 def test_data_set_classes_of_command_lines_are_used() -> None:
-    names = [name for name, command in COMMANDS.items() if any(word.startswith("data.custom_cls.path=") for word in command.words)]
+    names = [
+        name for name, command in COMMANDS.items() if any(word.startswith("data.custom_cls.path=") for word in command.words)
+    ]
     assert len(names) == 5
     for name in names:
         assert composed(name).data.custom_cls.name == "CustomRLHFDataset"

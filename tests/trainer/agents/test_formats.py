@@ -466,7 +466,12 @@ HARMONY = "<|channel|>analysis<|message|>Add them.<|end|><|start|>assistant<|cha
     [
         (f'{HARMONY}{{"a": 1, "b": [2]}}', "Add them.", "", [("add", {"a": 1, "b": [2]})]),
         (' to=functions.add<|channel|>commentary json<|message|>{"a": 1}<|call|>', "", "", [("add", {"a": 1})]),
-        ("<|channel|>analysis<|message|>Easy.<|end|><|start|>assistant<|channel|>final<|message|>It is 3.", "Easy.", "It is 3.", []),
+        (
+            "<|channel|>analysis<|message|>Easy.<|end|><|start|>assistant<|channel|>final<|message|>It is 3.",
+            "Easy.",
+            "It is 3.",
+            [],
+        ),
         ("No message.", "", "No message.", []),
     ],
 )

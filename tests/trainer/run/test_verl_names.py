@@ -41,5 +41,7 @@ def test_every_name_can_be_imported() -> None:
 
 def test_a_reward_function_may_import_verls_names(tmp_path: Path) -> None:
     file = tmp_path / "reward.py"
-    file.write_text("from verl.utils.reward_score import math_dapo\n\n\ndef score(text):\n    return math_dapo.compute_score(text, '4')\n")
+    file.write_text(
+        "from verl.utils.reward_score import math_dapo\n\n\ndef score(text):\n    return math_dapo.compute_score(text, '4')\n"
+    )
     assert load_function(str(file), "score", "key")("Answer: 4")["acc"] and no_trace_of_verl()

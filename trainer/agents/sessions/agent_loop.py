@@ -223,7 +223,9 @@ class AgentSession:
         assert self._first is not None
         room = len(self._first.prompt_ids) + self.task.max_tokens - len(call.prompt_ids)
         if room < 1:
-            raise SessionEnded(f"data.max_response_length={self.task.max_tokens}: the loop's prompt leaves no token for a response")
+            raise SessionEnded(
+                f"data.max_response_length={self.task.max_tokens}: the loop's prompt leaves no token for a response"
+            )
         most = min(room, limit or room)
         self._samples = True
         try:
@@ -254,7 +256,10 @@ class AgentSession:
             kept = np.zeros(len(row.input_ids), dtype=bool)
             kept[:most] = row.response_mask[:most] & same & wanted[:most]
             n += int(kept.sum())
-            log_probs, versions = np.where(kept, row.rollout_log_probs, np.float32(0)), np.where(kept, row.weight_version, np.int32(-1))
+            log_probs, versions = (
+                np.where(kept, row.rollout_log_probs, np.float32(0)),
+                np.where(kept, row.weight_version, np.int32(-1)),
+            )
             rows.append(replace(row, response_mask=kept, rollout_log_probs=log_probs, weight_version=versions))
         if n != wanted.sum():
             raise ValueError(

@@ -12,7 +12,7 @@ from trainer.agents.sessions.agent_loop import AgentKit, JournalDiffers, Session
 from trainer.agents.sessions.protocol import Finished, Journal
 
 # In the form of verl's ToolAgentLoop: turns, observations, a mask.
-LOOP = '''
+LOOP = """
 import json
 from uuid import uuid4
 
@@ -80,7 +80,7 @@ class Swallows(AddingLoop):
 class NoLoop:
     async def run(self):
         pass
-'''
+"""
 LINES = [f"Adding. {call('f', a=2, b=3)}", "It is 5."]
 
 
@@ -105,7 +105,9 @@ def test_trained_ids_are_those_that_were_sampled(kit: AgentKit) -> None:
     (part,) = found.parts
     first, second = journal.turns
     n = part.prompt_length
-    assert QWEN25.seams.text(part.input_ids[:n].tolist()) == "<|im_start|>user\nab ba?<|im_end|>\n<|im_start|>assistant\n" or n > 0
+    assert (
+        QWEN25.seams.text(part.input_ids[:n].tolist()) == "<|im_start|>user\nab ba?<|im_end|>\n<|im_start|>assistant\n" or n > 0
+    )
     trained = part.input_ids[part.response_mask]
     assert trained.tolist() == [*first.token_ids, *second.token_ids]
     assert part.rollout_log_probs[part.response_mask].tolist() == [*first.log_probs, *second.log_probs]
@@ -114,7 +116,10 @@ def test_trained_ids_are_those_that_were_sampled(kit: AgentKit) -> None:
     assert QWEN25.seams.text(between) == "<|im_start|>user\n5<|im_end|>\n<|im_start|>assistant\n"
     assert found.finished and found.reward is None and found.extra == {"num_turns": 2, "tries": 2}
     assert [message["role"] for message in found.messages] == ["user", "assistant", "tool", "assistant"]
-    assert [(turn.start, turn.end) for turn in found.turns] == [(n, n + len(first.token_ids)), (len(part.input_ids) - len(second.token_ids), len(part.input_ids))]
+    assert [(turn.start, turn.end) for turn in found.turns] == [
+        (n, n + len(first.token_ids)),
+        (len(part.input_ids) - len(second.token_ids), len(part.input_ids)),
+    ]
 
 
 def test_a_name_of_register_and_a_row_choose_the_loop(kit: AgentKit) -> None:
@@ -166,7 +171,9 @@ def test_limits_of_the_session_hold(kit: AgentKit) -> None:
     with pytest.raises(SessionRefused, match="data.max_prompt_length=3: a prompt has"):
         run(kit, max_prompt=3, agent="quiet")
     full, journal = run(kit, max_tokens=len(run(kit)[1].turns[0].token_ids))
-    assert "leaves no token for a response" in full.extra["error"] and full.parts[0].response_mask.sum() == len(journal.turns[0].token_ids)
+    assert "leaves no token for a response" in full.extra["error"] and full.parts[0].response_mask.sum() == len(
+        journal.turns[0].token_ids
+    )
 
 
 @pytest.mark.parametrize("turns", [1, 2])
