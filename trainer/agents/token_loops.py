@@ -17,7 +17,7 @@ from pydantic import BaseModel
 
 from trainer.agents.formats import ToolCall, call_format, parse_turn
 from trainer.agents.verl_modules import load_named
-from trainer.data.verl_dataset import RLHFDataset
+from trainer.run.verl_dataset import RLHFDataset
 
 _REGISTERED: dict[str, type[AgentLoopBase]] = {}
 """Classes with ``@register``, by name."""
@@ -81,7 +81,7 @@ class AsyncLLMServerManager:
 
 
 class AgentLoopBase:
-    """Base class of loops; one object per session. Subclasses have ``run(self, sampling_params, **kwargs) -> AgentLoopOutput``."""
+    """Base class of loops, one object per session. They have ``run(self, sampling_params, **kwargs) -> AgentLoopOutput``."""
 
     _class_initialized: ClassVar[bool] = False
 

@@ -160,7 +160,7 @@ class ConversationTree:
         return Call(node, key, self._calls[key] - 1, self.ids(node))
 
     def request_ids(self, prompt_ids: Sequence[int], sampling: Mapping[str, Any] | None = None) -> Call:
-        """Prompt of a call that has token ids in place of messages; it continues the longest recorded path that it begins with."""
+        """Prompt of a call that has token ids in place of messages; it continues the longest recorded path."""
         ids, parent, covered = tuple(prompt_ids), ROOT, 0
         for index, node in enumerate(self.nodes):
             if node.role == "assistant":

@@ -1,4 +1,4 @@
-"""Files of tools and interactions in verl's form, also those written for verl, which run without it (trainer/run/verl_names.py)."""
+"""Files of tools and interactions in verl's form; those written for verl run without it (trainer/run/verl_names.py)."""
 
 from __future__ import annotations
 
@@ -139,7 +139,10 @@ def load_named(name: str, where: str) -> Any:
                 module = importlib.import_module(module_name)
         except (Exception, SystemExit) as error:  # the user's file may raise anything
             raise ValueError(f"{where}={name} does not load: {describe(error)}") from error
-    cls = getattr(module, attribute, None)  # not vars: stand-ins for verl's modules import what they have when it is read
+    try:
+        cls = getattr(module, attribute)  # not vars: stand-ins for verl's modules import what they have when it is read
+    except AttributeError:
+        cls = None
     if not isinstance(cls, type):
         raise ValueError(f"{where}={name}: {module.__name__} has no class {attribute}")
     return cls

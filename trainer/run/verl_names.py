@@ -44,8 +44,8 @@ _NAMES: dict[str, dict[str, str]] = {
     "verl.experimental.agent_loop": _loops("AgentLoopBase", "AgentLoopOutput", "AsyncLLMServerManager", "register"),
     "verl.experimental.agent_loop.tool_parser": _loops("FunctionCall", "ToolParser"),
     "verl.experimental.agent_loop.utils": _loops("add_generation_prompt_for_gpt_oss", "format_gpt_oss_tool_response_manually"),
-    "verl.utils.dataset": {"RLHFDataset": "data.verl_dataset:RLHFDataset"},
-    "verl.utils.dataset.rl_dataset": {"RLHFDataset": "data.verl_dataset:RLHFDataset"},
+    "verl.utils.dataset": {"RLHFDataset": "run.verl_dataset:RLHFDataset"},
+    "verl.utils.dataset.rl_dataset": {"RLHFDataset": "run.verl_dataset:RLHFDataset"},
 }
 """{module of verl: {name: module and name in trainer/}}. Imported when a file asks for them: a scorer needs no tools."""
 

@@ -93,7 +93,7 @@ class SandboxFusionTool(PythonTool):
             raise ValueError(f"config.default_language={language}: the sandbox runs Python only")
         limits = {"cpu_seconds": config.get("default_timeout", 30), "memory_mb": config.get("memory_limit_mb", 1024)}
         super().__init__(limits | config, tool_schema)
-        # For subclasses, such as that of ReTool: await self.execution_pool.execute.remote(self.execute_code, id, code, timeout, language)
+        # For subclasses: await self.execution_pool.execute.remote(self.execute_code, id, code, timeout, language)
         self.default_timeout, self.default_language = self._limits.cpu_seconds, language
         self.execution_pool = SimpleNamespace(execute=SimpleNamespace(remote=in_thread))
 

@@ -24,9 +24,9 @@ from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import numpy as np
-from omegaconf import OmegaConf
 from transformers import PreTrainedTokenizerBase
 
+from configs.load import untyped
 from configs.schema.agents import AgentConfig, MultiTurnConfig
 from trainer.agents.environments import EnvironmentSession, load_environment, restoration
 from trainer.agents.formats import Format, MalformedCall, ToolCall, call_format, opens_thinking, parse_turn
@@ -494,7 +494,7 @@ def token_agent(make: Callable[..., Any], setup: AgentSetup) -> AgentLoop:
     tokenizer = copy(setup.tokenizer)
     # Newer transformers return a dict; loops written for verl expect the ids alone.
     tokenizer.apply_chat_template = partial(setup.tokenizer.apply_chat_template, return_dict=False)  # type: ignore[method-assign]
-    config = OmegaConf.create(setup.run)
+    config = untyped(setup.run)
     rollout = config.actor_rollout_ref.rollout
     sampling = {name: rollout[name] for name in ("temperature", "top_p", "top_k")} | {"repetition_penalty": 1.0, "logprobs": True}
 
