@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Callable, Mapping
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -140,7 +141,7 @@ def load_named(name: str, where: str) -> Any:
         except (Exception, SystemExit) as error:  # the user's file may raise anything
             raise ValueError(f"{where}={name} does not load: {describe(error)}") from error
     try:
-        cls = getattr(module, attribute)  # not vars: stand-ins for verl's modules import what they have when it is read
+        cls = attrgetter(attribute)(module)  # not vars: stand-ins for verl's modules import what they have when it is read
     except AttributeError:
         cls = None
     if not isinstance(cls, type):

@@ -458,7 +458,8 @@ def test_ids_and_texts_are_in_the_order_of_the_response() -> None:
     assert (turn.before, turn.after) == ("a", "bcd")
 
 
-HARMONY = "<|channel|>analysis<|message|>Add them.<|end|><|start|>assistant<|channel|>commentary to=functions.add <|constrain|>json<|message|>"
+HARMONY = "<|channel|>analysis<|message|>Add them.<|end|><|start|>assistant"
+HARMONY += "<|channel|>commentary to=functions.add <|constrain|>json<|message|>"
 
 
 @pytest.mark.parametrize(

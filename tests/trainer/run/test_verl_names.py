@@ -35,7 +35,7 @@ def test_every_name_can_be_imported() -> None:
             scope: dict[str, object] = {}
             exec(f"from {module} import *", scope)
             assert names.keys() <= scope.keys()
-        with pytest.raises(ImportError, match="cannot import name 'Absent' from 'verl.tools.schemas'"):
+        with pytest.raises(ImportError, match="cannot import name 'Absent'"):
             exec("from verl.tools.schemas import Absent")
 
 

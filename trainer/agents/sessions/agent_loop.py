@@ -263,14 +263,14 @@ class AgentSession:
             rows.append(replace(row, response_mask=kept, rollout_log_probs=log_probs, weight_version=versions))
         if n != wanted.sum():
             raise ValueError(
-                f"response_mask has {wanted.sum()} tokens to train, and {wanted.sum() - n} of them were not sampled at their place; "
+                f"response_mask has {wanted.sum()} tokens to train, and {wanted.sum() - n} of them were not sampled there; "
                 "use 0 for tokens that generate did not return after exactly the tokens before them"
             )
         self._rows = rows
 
     @property
     def stopped(self) -> Exception | None:
-        """Why the session ends, if its user code was told so; the code may have gone on."""
+        """Why the session ends, if a call of its user code raised that; the code may have continued."""
         return self._stopped
 
     async def _sample(self, tools: list[Any] | None) -> Reply | None:
