@@ -182,7 +182,8 @@ def test_a_loop_on_token_ids_in_verls_form_trains(task: Path, tmp_path: Path) ->
     words = [
         f"data.train_files={task}/data/train.parquet", f"data.val_files={task}/data/test.parquet", "algorithm.adv_estimator=grpo",
         f"actor_rollout_ref.model.path={task}/model", f"{rollout}.agent.agent_loop_config_path={tmp_path}/agent.yaml",
-        f"{rollout}.agent.default_agent_loop=two", f"{rollout}.n=2", "trainer.logger=[]", f"trainer.default_local_dir={tmp_path}/run",
+        f"{rollout}.agent.default_agent_loop=two", f"{rollout}.n=2", "trainer.logger=[]", 
+        f"trainer.default_local_dir={tmp_path}/run",
         "trainer.test_freq=2", "trainer.save_freq=1",
     ]  # fmt: skip
     small = [*SMALL_RUN, "trainer.backend=local", "trainer.n_gpus_per_node=1"]

@@ -82,7 +82,8 @@ from verl.utils.dataset import RLHFDataset
 class Kwargs(RLHFDataset):
     def _read_files_and_tokenize(self):
         extra = [{"tools_kwargs": {"t": {"a": i}}, "index": 7} for i in range(3)]
-        self.dataframe = [dict(prompt=None, chat=f"Say {i}", reward_model=dict(ground_truth=i), data_source="s", extra_info=extra[i])
+        self.dataframe = [
+            dict(prompt=None, chat=f"Say {i}", reward_model=dict(ground_truth=i), data_source="s", extra_info=extra[i])
                           for i in range(3)]
 
     def _build_messages(self, example, key=None):
