@@ -200,3 +200,8 @@ def _problem(entry: Any, keys: Keys) -> str:
         nearest = compat().why_not(key, str(entry["input"])) or did_you_mean(str(entry["input"]), choices)
     null = " or null" if takes_null(annotation) else ""
     return f"{key}={json.dumps(entry['input'])}: {allowed}{null}{nearest}"
+
+
+def untyped(tree: dict[str, Any]) -> Any:
+    """A configuration as code of the user expects it: keys are attributes, and ``get`` has a default."""
+    return OmegaConf.create(tree)

@@ -27,5 +27,6 @@ class MultiTurnConfig:
 class AgentConfig:
     num_workers: Positive
     default_agent_loop: str | None  # not a Literal: FILE.py:FUNCTION selects a user's loop
+    agent_loop_config_path: str | None
     program: str | None
     memory_limit_mb: Positive | None

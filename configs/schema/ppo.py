@@ -50,9 +50,20 @@ class PromptConfig:
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
+class CustomDatasetConfig(Checked):
+    path: str | None
+    name: str | None
+
+    def problems(self) -> Iterator[str]:
+        if self.path is not None and self.name is None:
+            yield f"data.custom_cls.path={self.path}: the file may have several classes; set data.custom_cls.name"
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
 class DataConfig(PromptConfig):
     train_files: list[str]
     val_files: list[str]
+    custom_cls: CustomDatasetConfig
     train_max_samples: Annotated[int, Ge(-1)]
     val_max_samples: Annotated[int, Ge(-1)]
     train_batch_size: Positive

@@ -107,12 +107,12 @@ def test_any_quoted_text_in_braces_is_kept(quoted: str) -> None:
 
 
 def test_keys_that_cannot_change_a_result_are_left_out_with_a_note() -> None:
-    command = ppo("trainer.balance_batch=False", "actor_rollout_ref.model.use_remove_padding=True", "data.custom_cls.path=null")
+    command = ppo("trainer.balance_batch=False", "actor_rollout_ref.model.use_remove_padding=True", "data.datagen.path=null")
     assert command.overrides == () and command.typed == frozenset()
     assert [note.split()[0] for note in command.notes] == [
         "trainer.balance_batch",
         "actor_rollout_ref.model.use_remove_padding",
-        "data.custom_cls.path",
+        "data.datagen.path",
     ]
 
 

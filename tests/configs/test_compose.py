@@ -271,7 +271,7 @@ def test_a_users_configuration_extends_a_built_in_one(tmp_path: Path) -> None:
             "trainer.sede: there is no such key; did you mean trainer.seed?",
         ),
         ("trainer: {seed: 9}\n", "must extend a built-in one"),
-        ("defaults: [ppo_trainer, _self_]\ndata: {custom_cls: {path: x}}\n", "write the data as parquet"),
+        ("defaults: [ppo_trainer, _self_]\ndata: {datagen: {path: x}}\n", "write generated rows to data.train_files"),
     ],
 )
 def test_a_mistake_in_a_users_configuration_is_an_error_of_one_line(text: str, message: str, tmp_path: Path) -> None:

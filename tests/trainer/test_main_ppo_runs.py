@@ -9,6 +9,7 @@ import pytest
 
 from data_preprocess import tiny_model
 from data_preprocess.writer import rl_row, write
+from tests.runs import metrics_of
 from tests.trainer.verl_commands import LONG_ANSWERS, SMALL_BATCH, SMALL_RUN
 from trainer import main_ppo
 
@@ -81,3 +82,112 @@ def survivors(mark: str) -> list[str]:
         except psutil.Error:  # of another user, or no longer running
             continue
     return found
+
+
+# One file for everything, as ReTool has it.
+OWN = """
+import pyarrow.parquet as pq
+
+from verl.tools.sandbox_fusion_tools import SandboxFusionTool
+from verl.utils.dataset import RLHFDataset
+from verl.utils.reward_score import math_dapo
+
+
+class Sandbox(SandboxFusionTool):
+    pass
+
+
+class Doubled(RLHFDataset):
+    def _read_files_and_tokenize(self):
+        self.dataframe = [row for folder in self.data_files for row in pq.read_table(folder).to_pylist()]
+        for row in self.dataframe:
+            row["prompt"][0]["content"] += " Box it."
+            row["agent_name"] = "tool_agent"
+
+
+def compute_score(data_source, solution_str, ground_truth, extra_info, **kwargs):
+    result = math_dapo.compute_score(solution_str, ground_truth, strict_box_verify=True)
+    result["score"] += 0.1 * extra_info["num_turns"]
+    return {"score": result["score"], "pred": result["pred"] or ""}
+"""
+
+
+def test_a_data_set_class_a_tool_and_a_reward_in_the_form_of_retool_train(task: Path, tmp_path: Path) -> None:
+    own = tmp_path / "own.py"
+    own.write_text(OWN)
+    tools = tmp_path / "tools.yaml"
+    schema = {
+        "type": "function",
+        "function": {"name": "run", "description": "Run.", "parameters": {"type": "object", "properties": {}}},
+    }
+    tools.write_text(
+        json.dumps({"tools": [{"class_name": f"{own}:Sandbox", "config": {"type": "native"}, "tool_schema": schema}]})
+    )
+    for split in ("train", "test"):
+        (tmp_path / split).mkdir()
+        (tmp_path / split / "part.parquet").symlink_to(task / "data" / f"{split}.parquet")
+    tiny_model.main(
+        [f"--save_dir={tmp_path}/model", "--hidden_size=32", "--tools", f"--alphabet={''.join(map(chr, range(32, 127)))}"]
+    )
+    words = [
+        f"data.train_files=[{tmp_path}/train]", f"data.val_files=[{tmp_path}/test]", "data.return_raw_chat=True",
+        f"data.custom_cls.path={own}", "data.custom_cls.name=Doubled", f"custom_reward_function.path={own}",
+        "custom_reward_function.name=compute_score", f"actor_rollout_ref.model.path={tmp_path}/model",
+        "actor_rollout_ref.rollout.mode=async", "actor_rollout_ref.rollout.multi_turn.enable=True",
+        f"actor_rollout_ref.rollout.multi_turn.tool_config_path={tools}", "actor_rollout_ref.rollout.n=2",
+        "algorithm.adv_estimator=grpo", f"trainer.default_local_dir={tmp_path}/run", "trainer.logger=[]", "trainer.save_freq=-1",
+    ]  # fmt: skip
+    # The longest prompt: with the schema of the tool.
+    small = [
+        *SMALL_RUN,
+        "data.max_prompt_length=1024",
+        "trainer.backend=local",
+        "trainer.n_gpus_per_node=1",
+        "trainer.test_freq=2",
+    ]
+    assert main_ppo.PROGRAM([*words, *small]) == 0
+    *_, last = metrics_of(tmp_path / "run")
+    assert last["training/global_step"] == 2 and last["actor/grad_norm"] > 0
+    # Two turns, the question and the answer, which has no box.
+    assert last["critic/score/mean"] == pytest.approx(-0.8, abs=0.05)
+
+
+TOKEN_LOOP = """
+from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopOutput
+
+
+class TwoTurns(AgentLoopBase):
+    async def run(self, sampling_params, **kwargs):
+        assert self.config.actor_rollout_ref.rollout.response_length == 32 and self.config.data.max_prompt_length == 64
+        ids = await self.apply_chat_template(kwargs["raw_prompt"])
+        n, mask = len(ids), []
+        # A turn that is sampled and not used, before every second answer.
+        for turn in range(3 - kwargs["extra_info"]["index"] % 2):
+            params = sampling_params | {"max_tokens": 6}
+            found = await self.server_manager.generate(request_id="a", prompt_ids=ids, sampling_params=params)
+            if turn == 2:
+                break
+            seen = self.tokenizer.encode(" Again: ", add_special_tokens=False)
+            ids += found.token_ids + seen
+            mask += [1] * len(found.token_ids) + [0] * len(seen)
+        return AgentLoopOutput(prompt_ids=ids[:n], response_ids=ids[n:], response_mask=mask, num_turns=2, metrics={},
+                               reward_score=float(len(mask)))
+"""
+
+
+def test_a_loop_on_token_ids_in_verls_form_trains(task: Path, tmp_path: Path) -> None:
+    (tmp_path / "loop.py").write_text(TOKEN_LOOP)
+    (tmp_path / "agent.yaml").write_text(f"- name: two\n  _target_: {tmp_path}/loop.py:TwoTurns\n")
+    rollout = "actor_rollout_ref.rollout"
+    words = [
+        f"data.train_files={task}/data/train.parquet", f"data.val_files={task}/data/test.parquet", "algorithm.adv_estimator=grpo",
+        f"actor_rollout_ref.model.path={task}/model", f"{rollout}.agent.agent_loop_config_path={tmp_path}/agent.yaml",
+        f"{rollout}.agent.default_agent_loop=two", f"{rollout}.n=2", "trainer.logger=[]", 
+        f"trainer.default_local_dir={tmp_path}/run",
+        "trainer.test_freq=2", "trainer.save_freq=1",
+    ]  # fmt: skip
+    small = [*SMALL_RUN, "trainer.backend=local", "trainer.n_gpus_per_node=1"]
+    assert main_ppo.PROGRAM([*words, *small]) == 0
+    *_, last = metrics_of(tmp_path / "run")
+    assert last["training/global_step"] == 2 and last["actor/grad_norm"] > 0 and last["critic/score/mean"] > 2 * len(" Again: ")
+    assert main_ppo.PROGRAM([*words, *small, "trainer.total_training_steps=3"]) == 0

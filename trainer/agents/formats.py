@@ -6,6 +6,7 @@
 | qwen3_coder | <tool_call><function=add><parameter=a>1</parameter></function></tool_call>, each on a line of its own |
 | llama3_json | {"name": "add", "parameters": {"a": 1}} is the whole response; further calls after «;» |
 | pythonic | [add(a=1), add(a=2)] is the whole response |
+| gpt-oss | a message to=functions.add of the harmony format, whose content is {"a": 1} |
 | path/to/file.py:function | see own_format |
 
 Nothing is guessed: a call is complete and correct, or it is malformed, and the model is informed. What follows a malformed call
@@ -334,12 +335,38 @@ def _literal(node: ast.expr) -> Any:
     raise ValueError("arguments are text, numbers, True, False, None, lists, and dicts with text as keys")
 
 
+_HEADER = re.compile(r"(?:<\|start\|>assistant)?([^<]*(?:<\|channel\|>[^<]*)?(?:<\|constrain\|>[^<]*)?)<\|message\|>")
+_RECIPIENT = re.compile(r"to=functions\.([^\s<]+)")
+_END_OF_MESSAGE = re.compile(r"<\|(?:end|call|return)\|>")
+
+
+def _gpt_oss(text: str, tools: Sequence[Schema]) -> Iterator[_Piece]:
+    at = 0
+    while header := _HEADER.match(text, at):
+        end = _END_OF_MESSAGE.search(text, header.end())
+        body = text[header.end() : end.start() if end else len(text)]
+        if recipient := _RECIPIENT.search(header[1]):
+            try:
+                value, read = _json(body, 0)
+                if not isinstance(value, dict) or body[read:].strip():
+                    raise _Malformed("fields", f"the content of a call of {recipient[1]!r:.60} is a JSON object")
+            except _Malformed:
+                yield text[at:]
+                raise
+            yield recipient[1], value
+        else:
+            yield _Thought(body) if "<|channel|>analysis" in header[1] else body
+        at = end.end() if end else len(text)
+    yield text[at:]
+
+
 FORMATS: dict[str, Format] = {
     "hermes": _hermes,
     "qwen3": _hermes,
     "qwen3_coder": _qwen3_coder,
     "llama3_json": _llama3_json,
     "pythonic": _pythonic,
+    "gpt-oss": _gpt_oss,
 }
 
 

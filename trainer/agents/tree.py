@@ -157,7 +157,25 @@ class ConversationTree:
         key = seed_of(name, json.dumps(sampling, sort_keys=True))
         self._calls[key] += 1
         node = self._by_name[name]
-        return Call(node, key, self._calls[key] - 1, tuple(chain.from_iterable(self.nodes[i].ids for i in self.path(node))))
+        return Call(node, key, self._calls[key] - 1, self.ids(node))
+
+    def request_ids(self, prompt_ids: Sequence[int], sampling: Mapping[str, Any] | None = None) -> Call:
+        """Prompt of a call that has token ids in place of messages; it continues the longest recorded path."""
+        ids, parent, covered = tuple(prompt_ids), ROOT, 0
+        for index, node in enumerate(self.nodes):
+            if node.role == "assistant":
+                path = self.ids(index)
+                if len(path) > covered and ids[: len(path)] == path:
+                    parent, covered = index, len(path)
+        before = self.nodes[parent] if parent != ROOT else None
+        added = ids[covered:]
+        name = seed_of(before.name if before else 0, *added)
+        if name not in self._by_name:
+            place, turn = (before.n_messages, before.turn) if before else (0, 0)
+            self._add(Node(parent, "prompt", name, name, place + 1, turn, [], None, [*added]))
+        key = seed_of(name, json.dumps(sampling, sort_keys=True))
+        self._calls[key] += 1
+        return Call(self._by_name[name], key, self._calls[key] - 1, ids)
 
     def record(self, call: Call, completion: Sampled, message: Mapping[str, Any]) -> int:
         """Add the turn that was sampled for a call; returns its node.
@@ -224,6 +242,10 @@ class ConversationTree:
             columns = [self._columns(i, trained=i in here) for i in path]
             rows.append(Row(trajectory, part, tuple(path), *map(np.concatenate, zip(*columns, strict=True))))
         return rows
+
+    def ids(self, index: int) -> tuple[int, ...]:
+        """Token ids from the start of the conversation up to the end of ``index``."""
+        return tuple(chain.from_iterable(self.nodes[i].ids for i in self.path(index)))
 
     def path(self, index: int) -> list[int]:
         """Indices of the nodes from the start of the conversation to ``index``."""

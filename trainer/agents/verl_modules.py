@@ -1,93 +1,26 @@
-"""verl's interfaces for tools and interactions: files written for verl run without it.
-
-While a user's file is loaded, and only if verl is not installed, modules with verl's names have what such files import. They are
-gone afterwards, so that nothing else takes them for verl.
-"""
+"""Files of tools and interactions in verl's form; those written for verl run without it (trainer/run/verl_names.py)."""
 
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import sys
-import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from operator import attrgetter
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import yaml
 
 from trainer.agents import tools
-from trainer.agents.interactions import BaseInteraction
 from trainer.agents.mcp_tools import load_mcp_tools
 from trainer.agents.tools import AnyTool, FunctionTool, StatefulTool
-from trainer.rewards.rules import gsm8k
 from trainer.run.user_code import check_file, describe, load_module
-
-_LOADING = threading.RLock()
-_NATIVE = {
-    "verl.tools.gsm8k_tool": ("gsm8k_tool", "Gsm8kTool"),
-    "verl.tools.search_tool": ("search_tool", "SearchTool"),
-    "verl.tools.sandbox_fusion_tools": ("python_tool", "SandboxFusionTool"),
-    "verl.interactions.gsm8k_interaction": ("gsm8k_interaction", "Gsm8kInteraction"),
-}
-"""Modules whose classes verl's examples name, and the classes here. They are imported by name: they import this folder."""
+from trainer.run.verl_names import verl_modules
 
 
 def rollout_trace_op(function: Callable[..., Any]) -> Callable[..., Any]:
     """The function as it is: calls of tools are recorded by their session."""
     return function
-
-
-def compute_gsm8k_score(
-    solution_str: str, ground_truth: str, method: Any = "strict", format_score: float = 0.0, score: float = 1.0
-) -> float:
-    """verl's GSM8K score: ``score`` for the right number, ``format_score`` for another one, 0 for none."""
-    if gsm8k.extract(solution_str, method) is None:
-        return 0.0
-    return score if gsm8k.score(solution_str, ground_truth, method) else format_score
-
-
-def _stand_ins() -> dict[str, ModuleType]:
-    schemas = {name: value for name, value in vars(tools).items() if name.startswith("OpenAIFunction") or name == "ToolResponse"}
-    contents: dict[str, dict[str, Any]] = {
-        "verl.tools.schemas": schemas,
-        "verl.tools.base_tool": schemas | {"BaseTool": tools.BaseTool},
-        "verl.tools.function_tool": {"function_tool": tools.tool, "FunctionTool": FunctionTool},
-        "verl.interactions.base": {"BaseInteraction": BaseInteraction},
-        "verl.utils.rollout_trace": {"rollout_trace_op": rollout_trace_op},
-        "verl.utils.reward_score.gsm8k": {"compute_score": compute_gsm8k_score},
-    }
-    for name, (native, cls) in _NATIVE.items():
-        contents[name] = {cls: vars(importlib.import_module(f"trainer.agents.native.{native}"))[cls]}
-    packages = {name.rpartition(".")[0] for name in contents} | {"verl"}
-    modules = {name: ModuleType(name) for name in sorted({*packages, *contents})}
-    for name, module in modules.items():
-        vars(module).update(contents.get(name, {}))
-        if name in packages:
-            module.__path__ = []
-        parent, _, own = name.rpartition(".")
-        if parent:
-            setattr(modules[parent], own, module)
-    return modules
-
-
-@contextmanager
-def verl_modules() -> Iterator[None]:
-    """Context in which verl's modules can be imported."""
-    with _LOADING:  # sys.modules belongs to the whole process
-        # A folder named verl in the working directory has a spec too, without an origin.
-        if "verl" in sys.modules or ((spec := importlib.util.find_spec("verl")) is not None and spec.origin is not None):
-            yield
-            return
-        modules = _stand_ins()
-        sys.modules.update(modules)
-        try:
-            yield
-        finally:
-            for name in modules:
-                sys.modules.pop(name, None)
 
 
 def load_function_tools(path: str, key: str) -> list[AnyTool]:
@@ -101,7 +34,7 @@ def load_function_tools(path: str, key: str) -> list[AnyTool]:
         try:
             module = load_module(file)
         except (Exception, SystemExit) as error:  # the user's file may raise anything
-            raise ValueError(f"{key}: {file.name} does not load: {_described(error)}") from error
+            raise ValueError(f"{key}: {file.name} does not load: {describe(error)}") from error
         # verl's own decorator returns the function, and keeps the tool.
         kept = vars(sys.modules.get("verl.tools.function_tool", module)).get("FUNCTION_TOOL_REGISTRY", {})
         own = [entry for entry in kept.values() if entry.fn.__module__ == module.__name__]
@@ -128,7 +61,7 @@ def load_tools(path: str, key: str) -> list[AnyTool]:
         if kind == "mcp":
             loaded += load_mcp_tools(entry, where)
             continue
-        cls = _load_class(entry, where)
+        cls = load_named(entry["class_name"], f"{where}.class_name")
         schema = entry.get("tool_schema")
         try:
             with verl_modules():
@@ -149,7 +82,7 @@ def load_interactions(path: str, key: str) -> dict[str, Any]:
     loaded: dict[str, Any] = {}
     for i, entry in enumerate(_entries(path, "interaction", key)):
         where = f"{key}: interaction[{i}]"
-        cls = _load_class(entry, where)
+        cls = load_named(entry["class_name"], f"{where}.class_name")
         name = entry.get("name") or cls.__name__.removesuffix("Interaction").lower()
         if name in loaded:
             raise ValueError(f"{where}.name={name}: there are two interactions of this name")
@@ -192,14 +125,13 @@ def _is_entry(entry: Any) -> bool:
     )
 
 
-def _load_class(entry: Mapping[str, Any], where: str) -> Any:
-    """The class of class_name: module.Class, or path/to/file.py:Class."""
-    name = entry["class_name"]
+def load_named(name: str, where: str) -> Any:
+    """The class module.Class, or path/to/file.py:Class. where: of its name, for errors. Raises ValueError, one line."""
     path, colon, attribute = name.rpartition(":")
     with verl_modules():
         try:
             if colon:
-                file = check_file(path, f"{where}.class_name={name}")
+                file = check_file(path, f"{where}={name}")
                 # A file of verl's own imports its neighbours: from .base_tool import BaseTool.
                 package = ".".join(file.parts[-3:-1])
                 module = load_module(file, package if package in ("verl.tools", "verl.interactions") else "")
@@ -207,15 +139,11 @@ def _load_class(entry: Mapping[str, Any], where: str) -> Any:
                 module_name, _, attribute = name.rpartition(".")
                 module = importlib.import_module(module_name)
         except (Exception, SystemExit) as error:  # the user's file may raise anything
-            raise ValueError(f"{where}.class_name={name} does not load: {_described(error)}") from error
-    cls = vars(module).get(attribute)
+            raise ValueError(f"{where}={name} does not load: {describe(error)}") from error
+    try:
+        cls = attrgetter(attribute)(module)  # not vars: stand-ins for verl's modules import what they have when it is read
+    except AttributeError:
+        cls = None
     if not isinstance(cls, type):
-        raise ValueError(f"{where}.class_name={name}: {module.__name__} has no class {attribute}")
+        raise ValueError(f"{where}={name}: {module.__name__} has no class {attribute}")
     return cls
-
-
-def _described(error: BaseException) -> str:
-    if not isinstance(error, ModuleNotFoundError) or not (error.name or "").startswith("verl"):
-        return describe(error)
-    provided = ", ".join(name for name, module in _stand_ins().items() if "__path__" not in vars(module))
-    return f"{describe(error)}; verl is not installed, and without it there are {provided}"

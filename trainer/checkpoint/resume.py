@@ -70,6 +70,7 @@ ADDED = {
     "trainer.private": "false",
     "reward.timeout_score": "null",
     "data.tools_key": "null",
+    "data.custom_cls.path": "null", "data.custom_cls.name": "null",
     "algorithm.gamma_over": '"token"',
     "async_training.mode": "null", "async_training.oversubmit": "1.5", "async_training.max_age": "4",
     "async_training.max_staleness": "2", "async_training.clock": '"logical"', "async_training.prox_logp": '"recompute"',
@@ -88,7 +89,7 @@ ADDED = {
     "actor_rollout_ref.rollout.multi_turn.environment": "null",
     "actor_rollout_ref.rollout.multi_turn.on_break": '"split"',
     "actor_rollout_ref.rollout.agent.default_agent_loop": "null",
-    "actor_rollout_ref.rollout.agent.program": "null",
+    "actor_rollout_ref.rollout.agent.agent_loop_config_path": "null", "actor_rollout_ref.rollout.agent.program": "null",
 }  # fmt: skip
 """{key: JSON value} of keys that checkpoints of earlier versions lack; the value reproduces the behaviour of those versions."""
 

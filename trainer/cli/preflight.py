@@ -38,8 +38,14 @@ def ppo_inputs(config: PPOConfig) -> Iterator[str]:
         yield from _problems(check_files, config.critic.model.path, "critic.model.path")
     yield from _reward(reward)
     yield from _agents(config.actor_rollout_ref.rollout)
-    rows = yield from _prompts("data.train_files", data.train_files, data, reward, whole=data.train_max_samples < 0)
-    yield from _prompts("data.val_files", data.val_files, data, reward, whole=data.val_max_samples < 0)
+    rows = None
+    if data.custom_cls.path is not None:
+        # Only the class knows what its files are.
+        where = f"data.custom_cls.path={data.custom_cls.path}"
+        yield from _problems(check_source, data.custom_cls.path, data.custom_cls.name, where, "class")
+    else:
+        rows = yield from _prompts("data.train_files", data.train_files, data, reward, whole=data.train_max_samples < 0)
+        yield from _prompts("data.val_files", data.val_files, data, reward, whole=data.val_max_samples < 0)
     if rows is not None and rows < data.train_batch_size:
         yield f"data.train_batch_size={data.train_batch_size}: data.train_files has {rows} rows; lower it, or add data"
     if data.ptx_files is not None:
@@ -100,11 +106,12 @@ def _agents(rollout: RolloutConfig) -> Iterator[str]:
     """Files of tools, interactions, environments and loops."""
     turns, loop, key = rollout.multi_turn, rollout.agent.default_agent_loop, "actor_rollout_ref.rollout"
     for name, path in (
-        ("tool_config_path", turns.tool_config_path),
-        ("interaction_config_path", turns.interaction_config_path),
+        ("multi_turn.tool_config_path", turns.tool_config_path),
+        ("multi_turn.interaction_config_path", turns.interaction_config_path),
+        ("agent.agent_loop_config_path", rollout.agent.agent_loop_config_path),
     ):
         if path is not None and not Path(path).expanduser().is_file():
-            yield f"{key}.multi_turn.{name}={path}: no such file"
+            yield f"{key}.{name}={path}: no such file"
     if turns.function_tool_path is not None:
         yield from _problems(
             check_file, turns.function_tool_path, f"{key}.multi_turn.function_tool_path={turns.function_tool_path}"

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from configs.schema.ppo import PromptConfig
+from configs.load import untyped
+from configs.schema.ppo import DataConfig, PromptConfig
 from trainer.data.encoding import Messages, encode_all, truncate
 from trainer.data.files import Rows, value_of
 from trainer.data.order import DataOrder, draw
+from trainer.run.user_code import describe, load_class
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,12 +54,19 @@ class PromptDataset:
         scored: rows must have the columns of a scorer, data source and ground truth; otherwise these are optional and default to
         "" and None.
 
+        Rows are those of the files, or of the class of data.custom_cls.
+
         Raises ValueError, one line, for missing files, columns or rows, for an empty prompt, for a prompt that is too long with
         data.truncation=error, and if the filter removes all prompts.
         """
         self._source_key, self._prompt_key = config.reward_fn_key, config.prompt_key
         needed = [config.reward_fn_key, "reward_model.ground_truth"] if scored else []
-        self._rows = Rows(files, [config.prompt_key, *needed], [config.reward_fn_key, "reward_model", "extra_info", "agent_name"])
+        columns = [config.prompt_key, *needed], [config.reward_fn_key, "reward_model", "extra_info", "agent_name"]
+        self._rows: Rows | ClassRows
+        if isinstance(config, DataConfig) and config.custom_cls.path is not None:
+            self._rows = ClassRows(files, *columns, tokenizer, config)
+        else:
+            self._rows = Rows(files, *columns)
         self.n_rows = len(self._rows)
         sources = self._rows.column(config.reward_fn_key)
         notices = []
@@ -177,3 +186,61 @@ class PromptStream:
 
     def load(self, state: dict[str, int]) -> None:
         self.drawn, self.taken = state["drawn"], state.get("taken", 0)
+
+
+class ClassRows:
+    """Rows of the class of data.custom_cls, all read at once; the methods are those of trainer.data.files.Rows."""
+
+    def __init__(
+        self,
+        files: Sequence[str],
+        required: Sequence[str],
+        optional: Sequence[str],
+        tokenizer: PreTrainedTokenizerBase,
+        data: DataConfig,
+    ) -> None:
+        """required, optional: as in Rows. Raises ValueError, one line, for what the class cannot do, and for a missing column."""
+        path, name = data.custom_cls.path, data.custom_cls.name
+        assert path is not None and name is not None, "checked with the configuration"
+        cls = load_class(path, name, f"data.custom_cls.path={path}")
+        self._name = f"data.custom_cls.name={name}"
+        wanted = {column.partition(".")[0] for column in required} | {*optional}
+        try:
+            config = untyped(asdict(data))
+            made = cls(data_files=[*files], tokenizer=tokenizer, config=config, processor=None, max_samples=-1)
+            rows = [_row(made[i], data.prompt_key) for i in range(len(made))]
+        except (Exception, SystemExit) as error:  # the user's class may raise anything
+            raise ValueError(f"{self._name}: its rows cannot be read: {describe(error)}") from error
+        if not rows:
+            raise ValueError(f"{self._name}: it has no rows; check what it reads from {', '.join(files)}")
+        for i, row in enumerate(rows):
+            for column in required:
+                if column.partition(".")[0] not in row or value_of(row, column) is None:
+                    raise ValueError(f"{self._name}: row {i} has no {column}; its columns are {', '.join(row)}")
+        self._rows = [{column: value for column, value in row.items() if column in wanted} for row in rows]
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def column(self, name: str) -> list[Any]:
+        """All values of a column or ``column.field``."""
+        return [value_of(row, name) if name.partition(".")[0] in row else None for row in self._rows]
+
+    def __getitem__(self, row: int) -> dict[str, Any]:
+        return self._rows[row]
+
+    def where(self, row: int) -> str:
+        """Location of a row for messages."""
+        return f"{self._name}, row {row}"
+
+
+def _row(row: dict[str, Any], prompt_key: str) -> dict[str, Any]:
+    """The row with its messages in the prompt's column, and the arguments of tools and interactions in extra_info."""
+    found = dict(row)
+    if (messages := row.get("raw_prompt", row.get(prompt_key))) is not None:
+        # A list, also of an array.
+        found[prompt_key] = messages if isinstance(messages, str) else [dict(message) for message in messages]
+    for name in ("tools_kwargs", "interaction_kwargs"):
+        if row.get(name):
+            found["extra_info"] = (found.get("extra_info") or {}) | {name: row[name]}
+    return found

@@ -92,11 +92,11 @@ def first_value(name: str, column: str) -> Any:
 
 
 def value_of(row: Mapping[str, Any], column: str) -> Any:
-    """Value of a column or ``column.field`` of a row; None if the struct is null."""
+    """Value of a column or ``column.field`` of a row; None if the struct is null or has no such field."""
     name, *fields = column.split(".")
     value = row[name]
     for field in fields:
-        value = None if value is None else value[field]
+        value = None if value is None else value.get(field)
     return value
 
 

@@ -161,7 +161,8 @@ def reader(config: PPOConfig) -> Tokenizer:
     vocab_size(config.actor_rollout_ref.model)
     tokenizer, data = load_tokenizer(config.actor_rollout_ref.model), config.data
     # One row per split only: a fast check for errors that affect all rows. The data is read while the workers start.
-    for key, name in (("data.train_files", data.train_files[0]), ("data.val_files", data.val_files[0])):
+    splits = [("data.train_files", data.train_files[0]), ("data.val_files", data.val_files[0])]
+    for key, name in splits if data.custom_cls.path is None else ():
         try:
             encode(tokenizer, [first_value(name, data.prompt_key)], data.apply_chat_template_kwargs)
         except ValueError as error:
@@ -217,7 +218,13 @@ class Assembly:
         rollout, data = config.actor_rollout_ref.rollout, config.data
         if not rollout.multi_turn.enable:
             return None
-        setup = AgentSetup(tokenizer, data.apply_chat_template_kwargs, rollout.multi_turn, rollout.agent)
+        run: dict[str, Any] = {}
+        if rollout.agent.agent_loop_config_path is not None:
+            run = asdict(config)
+            run["actor_rollout_ref"]["rollout"] |= {
+                "prompt_length": data.max_prompt_length, "response_length": data.max_response_length
+            }  # fmt: skip
+        setup = AgentSetup(tokenizer, data.apply_chat_template_kwargs, rollout.multi_turn, rollout.agent, run)
         pool = stack.enter_context(AgentPool(setup))
         in_step = config.async_training.clock == "logical"
         return AgentSessions(pool, max_prompt=data.max_prompt_length, max_tokens=data.max_response_length, in_step=in_step)

@@ -10,9 +10,11 @@ from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, Literal
 
 import cloudpickle
+
+from trainer.run.verl_names import missing, verl_modules
 
 _PREFIX = "user_"  # of module names: keeps them apart from installed modules, and marks a user's frames in a traceback
 
@@ -30,11 +32,27 @@ def load_function(path: str, name: str, key: str) -> Callable[..., Any]:
         raise ValueError(f"{key}: {file.name} does not load: {describe(error)}") from error
     function = vars(module).get(name)
     if not callable(function):
-        functions = [
-            name for name, value in vars(module).items() if inspect.isfunction(value) and value.__module__ == module.__name__
-        ]
-        raise ValueError(f"{key}: {file.name} has no function {name}; it has {', '.join(functions) or 'none'}")
+        raise ValueError(f"{key}: {file.name} has no function {name}; it has {_own(module, inspect.isfunction)}")
     return function
+
+
+def load_class(path: str, name: str, key: str) -> type[Any]:
+    """Load the class ``name`` of the Python file ``path``, see load_function."""
+    file = check_file(path, key)
+    try:
+        module = load_module(file)
+    except (Exception, SystemExit) as error:  # the user's file may raise anything
+        raise ValueError(f"{key}: {file.name} does not load: {describe(error)}") from error
+    found = vars(module).get(name)
+    if not isinstance(found, type):
+        raise ValueError(f"{key}: {file.name} has no class {name}; it has {_own(module, inspect.isclass)}")
+    return found
+
+
+def _own(module: ModuleType, is_one: Callable[[Any], bool]) -> str:
+    """Names of the functions or classes that the module defines, for messages."""
+    own = [name for name, value in vars(module).items() if is_one(value) and value.__module__ == module.__name__]
+    return ", ".join(own) or "none"
 
 
 def check_file(path: str, key: str) -> Path:
@@ -48,7 +66,7 @@ def check_file(path: str, key: str) -> Path:
     return file
 
 
-def check_source(path: str, name: str, key: str) -> None:
+def check_source(path: str, name: str, key: str, kind: Literal["function", "class"] = "function") -> None:
     """Check without executing the file that it exists, parses and mentions ``name``. Raises ValueError (one line)."""
     file = check_file(path, key)
     text = file.read_bytes()
@@ -58,13 +76,13 @@ def check_source(path: str, name: str, key: str) -> None:
         raise ValueError(f"{key}: {file.name} does not load: {describe(error)}") from error
     # Text search, not a search for a def: the function may be imported, assigned or returned by a decorator.
     if name.encode() not in text and b"import *" not in text:
-        functions = [node.name for node in tree.body if isinstance(node, ast.FunctionDef)]
-        raise ValueError(f"{key}: {file.name} has no function {name}; it has {', '.join(functions) or 'none'}")
+        there = [node.name for node in tree.body if isinstance(node, ast.FunctionDef if kind == "function" else ast.ClassDef)]
+        raise ValueError(f"{key}: {file.name} has no {kind} {name}; it has {', '.join(there) or 'none'}")
 
 
 @cache
 def load_module(file: Path, package: str = "") -> ModuleType:
-    """Import the file, once per process: executing it again would register its functions twice.
+    """Import the file, once per process: executing it again would register its functions twice. It may import verl's names.
 
     package: what the file's relative imports start from.
     """
@@ -74,7 +92,8 @@ def load_module(file: Path, package: str = "") -> ModuleType:
     assert spec is not None and spec.loader is not None, "a .py file has a loader"
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # before execution: dataclasses and pickle look up a class's module there
-    spec.loader.exec_module(module)
+    with verl_modules():
+        spec.loader.exec_module(module)
     cloudpickle.register_pickle_by_value(module)
     return module
 
@@ -89,4 +108,5 @@ def describe(error: BaseException) -> str:
     frames = list(traceback.walk_tb(error.__traceback__))
     own = [at for at in frames if at[0].f_globals.get("__name__", "").rpartition(".")[2].startswith(_PREFIX)]
     frame, line = (own or frames)[-1]
-    return f"{type(error).__name__}: {' '.join(str(error).split())} ({Path(frame.f_code.co_filename).name}:{line})"
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text} ({Path(frame.f_code.co_filename).name}:{line}){missing(error)}"

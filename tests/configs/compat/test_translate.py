@@ -133,7 +133,7 @@ def takes(entry: Rule, value: object) -> bool:
 
 
 def test_accepted_values_are_compared_with_their_type() -> None:
-    entry = compat().accepted["data.custom_cls.path"]
+    entry = compat().accepted["data.datagen.path"]
     assert takes(entry, None) and not takes(entry, "a/b") and not takes(entry, 0)
     one = compat().accepted["actor_rollout_ref.rollout.pipeline_model_parallel_size"]
     assert takes(one, 1) and not takes(one, True) and not takes(one, 2)

@@ -85,6 +85,24 @@ def test_a_command_line_with_a_share_of_conversations_that_verl_ends_has_a_note(
     )
 
 
+def test_a_file_of_agent_loops_enables_conversations() -> None:
+    """verl's loops run without multi_turn.enable, which these lines lack."""
+    for name in ("langgraph-slurm", "langgraph-gpt-oss-slurm"):
+        config, _, notes = compose_with_notes(PROGRAM.root, PROGRAM.schema, COMMANDS[name].words)
+        rollout = config.actor_rollout_ref.rollout
+        assert rollout.multi_turn.enable and rollout.agent.agent_loop_config_path == "recipe/langgraph_agent/example/agent.yaml"
+        assert sum("agent loops run in conversations" in note for note in notes) == 1
+
+
+def test_data_set_classes_of_command_lines_are_used() -> None:
+    names = [
+        name for name, command in COMMANDS.items() if any(word.startswith("data.custom_cls.path=") for word in command.words)
+    ]
+    assert len(names) == 5
+    for name in names:
+        assert composed(name).data.custom_cls.name == "CustomRLHFDataset"
+
+
 def test_at_least_80_percent_of_the_command_lines_pass() -> None:
     passing = [name for name, command in COMMANDS.items() if not command.refused]
     assert len(COMMANDS) >= 55 and len(passing) >= 0.8 * len(COMMANDS)

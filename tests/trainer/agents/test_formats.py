@@ -456,3 +456,34 @@ def test_ids_and_texts_are_in_the_order_of_the_response() -> None:
     assert [(call.id, call.name) for call in turn.calls if isinstance(call, ToolCall)] == [
         ("call_1_0", "f0"), ("call_1_1", "f1"), ("call_1_2", "f2")]  # fmt: skip
     assert (turn.before, turn.after) == ("a", "bcd")
+
+
+HARMONY = "<|channel|>analysis<|message|>Add them.<|end|><|start|>assistant"
+HARMONY += "<|channel|>commentary to=functions.add <|constrain|>json<|message|>"
+
+
+@pytest.mark.parametrize(
+    ("text", "thinking", "before", "calls"),
+    [
+        (f'{HARMONY}{{"a": 1, "b": [2]}}', "Add them.", "", [("add", {"a": 1, "b": [2]})]),
+        (' to=functions.add<|channel|>commentary json<|message|>{"a": 1}<|call|>', "", "", [("add", {"a": 1})]),
+        (
+            "<|channel|>analysis<|message|>Easy.<|end|><|start|>assistant<|channel|>final<|message|>It is 3.",
+            "Easy.",
+            "It is 3.",
+            [],
+        ),
+        ("No message.", "", "No message.", []),
+    ],
+)
+def test_messages_of_gpt_oss_are_thinking_calls_and_text(text: str, thinking: str, before: str, calls: list[Any]) -> None:
+    turn = parse_turn(call_format("gpt-oss"), text)
+    assert (turn.thinking, turn.before) == (thinking, before)
+    assert [(call.name, call.arguments) for call in turn.calls if isinstance(call, ToolCall)] == calls
+
+
+@pytest.mark.parametrize(("body", "kind"), [('{"a": 1', "json"), ("[1]", "fields"), ('{"a": 1} and', "fields")])
+def test_a_call_of_gpt_oss_that_is_no_object_is_malformed_and_stays_in_the_content(body: str, kind: str) -> None:
+    turn = parse_turn(call_format("gpt-oss"), HARMONY + body)
+    (found,) = turn.calls
+    assert isinstance(found, MalformedCall) and found.kind == kind and body in turn.before and turn.thinking == "Add them."

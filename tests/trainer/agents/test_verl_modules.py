@@ -3,7 +3,6 @@
 import asyncio
 import sys
 import threading
-from importlib import import_module
 from pathlib import Path
 from textwrap import dedent
 from typing import Any
@@ -15,7 +14,7 @@ from trainer.agents.interactions import BaseInteraction, InteractionSession, Use
 from trainer.agents.isolation import SessionLoop
 from trainer.agents.toolbox import ToolBox, ToolLimits, ToolResult
 from trainer.agents.tools import AnyTool, StatefulTool
-from trainer.agents.verl_modules import load_function_tools, load_interactions, load_tools, verl_modules
+from trainer.agents.verl_modules import load_function_tools, load_interactions, load_tools
 
 LIMITS = ToolLimits(max_parallel_calls=1, max_tool_response_length=256, tool_response_truncate_side="middle", seconds=60.0)
 TOOL = '''
@@ -229,19 +228,6 @@ def test_a_file_in_verls_folder_imports_its_neighbours(tmp_path: Path) -> None:
         load_tools(write(tmp_path, "tools.yaml", YAML.format(name=f"{elsewhere}:ScoreTool")), "tool_config_path")
     for name in [name for name in sys.modules if name.startswith("verl.tools.user_")]:
         del sys.modules[name]
-
-
-def test_modules_of_verl_are_there_only_while_files_are_loaded() -> None:
-    assert no_trace_of_verl()
-    with verl_modules():
-        base_tool, trace = import_module("verl.tools.base_tool"), import_module("verl.utils.rollout_trace")
-        with verl_modules():
-            schemas = import_module("verl.tools.schemas")
-        assert import_module("verl").tools.schemas is schemas and schemas.ToolResponse is base_tool.ToolResponse
-        assert trace.rollout_trace_op(base_tool.BaseTool.execute) is base_tool.BaseTool.execute
-    assert no_trace_of_verl()
-    with pytest.raises(ModuleNotFoundError):
-        import_module("verl.tools")
 
 
 def test_an_installed_verl_is_used_instead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ from tokenizers.processors import TemplateProcessing
 from tokenizers.trainers import BpeTrainer
 from transformers import PreTrainedTokenizerFast
 
-from configs.schema.ppo import DataConfig
+from configs.schema.ppo import CustomDatasetConfig, DataConfig
 from data_preprocess.tiny_model import EOS, character_tokenizer
 
 CHAT = (
@@ -32,6 +32,7 @@ def data_config(**changes: Any) -> DataConfig:
     keys: dict[str, Any] = {
         "train_files": [],
         "val_files": [],
+        "custom_cls": CustomDatasetConfig(path=None, name=None),
         "train_max_samples": -1,
         "val_max_samples": -1,
         "prompt_key": "prompt",

@@ -57,7 +57,10 @@ def spec_of(
         lora_sync=lora_sync,
         log_prob_micro_batch_size=None, log_prob_micro_batch_size_per_gpu=None,
         log_prob_use_dynamic_bsz=False, log_prob_max_token_len_per_gpu=1024,
-        multi_turn=SINGLE_TURN, agent=AgentConfig(num_workers=1, default_agent_loop=None, program=None, memory_limit_mb=None),
+        multi_turn=SINGLE_TURN, 
+        agent=AgentConfig(
+            num_workers=1, default_agent_loop=None, agent_loop_config_path=None, program=None, memory_limit_mb=None
+        ),
         val_kwargs=SamplingConfig(n=1, do_sample=False, temperature=0.0, top_k=-1, top_p=1.0),
     )  # fmt: skip
     return RolloutSpec(model, rollout, max_model_len, "cpu")

@@ -2,6 +2,8 @@
 
 import queue
 import threading
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 from trainer.agents.isolation import in_thread
@@ -56,11 +58,11 @@ class PythonTool(BaseTool):
     ) -> tuple[ToolResponse, float, dict[str, Any]]:
         gone = threading.Event()
         try:
-            return ToolResponse(text=await in_thread(self._run, parameters["code"], gone)), 0.0, {}
+            return ToolResponse(text=await in_thread(self._run, parameters["code"], gone, self._limits)), 0.0, {}
         finally:
             gone.set()
 
-    def _run(self, code: str, gone: threading.Event) -> str:
+    def _run(self, code: str, gone: threading.Event, limits: JobLimits) -> str:
         with self._slots:
             if gone.is_set():  # the call exceeded its limit while it waited for a slot
                 return ""
@@ -68,7 +70,7 @@ class PythonTool(BaseTool):
                 server = self._idle.get_nowait()
             except queue.Empty:
                 server = ForkServer("trainer.rewards.sandbox.sandbox")
-            outcome = server.run({"code": _PROGRAM.format(code=code)}, self._limits)
+            outcome = server.run({"code": _PROGRAM.format(code=code)}, limits)
             # Not after an error, which is the server's: it is closed then.
             self._idle.put(server)
         return outcome.output if outcome.ending is None else f"{outcome.output}\n[the program {outcome.ending}]".lstrip()
@@ -91,3 +93,12 @@ class SandboxFusionTool(PythonTool):
             raise ValueError(f"config.default_language={language}: the sandbox runs Python only")
         limits = {"cpu_seconds": config.get("default_timeout", 30), "memory_mb": config.get("memory_limit_mb", 1024)}
         super().__init__(limits | config, tool_schema)
+        # For subclasses: await self.execution_pool.execute.remote(self.execute_code, id, code, timeout, language)
+        self.default_timeout, self.default_language = self._limits.cpu_seconds, language
+        self.execution_pool = SimpleNamespace(execute=SimpleNamespace(remote=in_thread))
+
+    def execute_code(self, instance_id: str, code: str, timeout: float = 30, language: str = "python") -> ToolResponse:
+        """Run a program for at most ``timeout`` seconds of CPU time; for a thread."""
+        if language != "python":
+            return ToolResponse(text=f"Error: {language} is not supported, only python")
+        return ToolResponse(text=self._run(code, threading.Event(), replace(self._limits, cpu_seconds=float(timeout))))

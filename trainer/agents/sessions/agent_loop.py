@@ -9,20 +9,24 @@ tokenising and parsing are repeated, and are deterministic.
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 import time
 from collections import defaultdict, deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import asdict, dataclass
+from copy import copy, deepcopy
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial, reduce
 from itertools import accumulate
 from operator import or_
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from configs.load import untyped
 from configs.schema.agents import AgentConfig, MultiTurnConfig
 from trainer.agents.environments import EnvironmentSession, load_environment, restoration
 from trainer.agents.formats import Format, MalformedCall, ToolCall, call_format, opens_thinking, parse_turn
@@ -30,6 +34,7 @@ from trainer.agents.interactions import InteractionSession, UserReply
 from trainer.agents.isolation import SessionLoop, UserCodeError
 from trainer.agents.messages import Message
 from trainer.agents.sessions.protocol import Finished, Journal, Part, SampledTurn, TurnPlace, Wanted
+from trainer.agents.token_loops import AgentLoopOutput, AsyncLLMServerManager, TokenOutput, load_token_loops
 from trainer.agents.toolbox import ToolBox, ToolLimits, ToolResult
 from trainer.agents.tools import AnyTool
 from trainer.agents.tree import BrokenConversation, Call, ConversationTree, Row
@@ -45,12 +50,13 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True)
 class AgentSetup:
-    """What an agent process is started with. template_kwargs: of the chat template."""
+    """What an agent process is started with. template_kwargs: of the chat template. run: configuration, for loops of verl."""
 
     tokenizer: PreTrainedTokenizerBase
     template_kwargs: dict[str, Any]
     multi_turn: MultiTurnConfig
     agent: AgentConfig
+    run: dict[str, Any] = field(default_factory=dict)
 
 
 class AgentKit:
@@ -75,6 +81,9 @@ class AgentKit:
         if config.environment is not None:
             self.environment = load_environment(config.environment, f"{KEY}.multi_turn.environment")
         self._own: dict[str, AgentLoop] = {}
+        if (path := setup.agent.agent_loop_config_path) is not None:
+            makers = load_token_loops(path, f"{KEY}.agent.agent_loop_config_path")
+            self._own = {name: token_agent(make, setup) for name, make in makers.items()}
         self.loop(self.default_loop)
 
     @property
@@ -83,15 +92,17 @@ class AgentKit:
         return self.environment is None or restoration(self.environment) != "opaque"
 
     def loop(self, name: str) -> AgentLoop:
-        """The loop of a name in LOOPS, or of a user's function: path/to/file.py:function. Raises ValueError, one line."""
-        if name in LOOPS:
+        """The loop of a name in agent_loop_config_path or LOOPS, or of a user's function: path/to/file.py:function.
+
+        Raises ValueError, one line.
+        """
+        if name in LOOPS and name not in self._own:
             return LOOPS[name]
         path, colon, function = name.rpartition(":")
-        if not colon:
-            raise ValueError(
-                f"{KEY}.agent.default_agent_loop={name}: no such loop; use {', '.join(LOOPS)}, or path/to/file.py:function"
-            )
         if name not in self._own:
+            if not colon:
+                there = ", ".join([*LOOPS, *self._own])
+                raise ValueError(f"{KEY}.agent.default_agent_loop={name}: no such loop; use {there}, or path/to/file.py:function")
             self._own[name] = _isolated(load_function(path, function, f"{KEY}.agent.default_agent_loop={name}"))
         return self._own[name]
 
@@ -107,6 +118,10 @@ class Reply:
 
 class SessionEnded(Exception):
     """The session ends here with what it has; the text is the reason, one line."""
+
+
+class JournalDiffers(Exception):
+    """User code makes other calls than those of its journal, so that the session begins anew. The text is one line."""
 
 
 class SessionRefused(ValueError):
@@ -150,6 +165,10 @@ class AgentSession:
         """Outcomes since the last message."""
         self._arrived: asyncio.Future[None] | None = None
         self._stopped: Exception | None = None
+        self._rows: list[Row] = []
+        """With fewer trained tokens than the tree has, if a loop decides that."""
+        self._samples = False
+        """Whether a call of ``sample_after`` runs."""
         self._home = asyncio.get_running_loop()
         self._first: Call | None = None
         self._calls: list[tuple[int, Call, int]] = []
@@ -182,6 +201,77 @@ class AgentSession:
         except (SessionRefused, SessionEnded) as error:
             self._stopped = error  # the user's loop may take it for an error of its own
             raise
+
+    async def sample_after(self, prompt_ids: Sequence[int], limit: int | None = None) -> SampledTurn:
+        """A turn of the model after token ids, of at most ``limit`` tokens. For one call at a time.
+
+        Raises JournalDiffers, SessionRefused for a first prompt that is too long, and SessionEnded if no token is left.
+        """
+        if asyncio.get_running_loop() is not self._home:
+            return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self.sample_after(prompt_ids, limit), self._home))
+        try:
+            return await self._sample_after(prompt_ids, limit)
+        except (SessionRefused, SessionEnded, JournalDiffers) as error:
+            self._stopped = error  # as in ``sample``
+            raise
+
+    async def _sample_after(self, prompt_ids: Sequence[int], limit: int | None) -> SampledTurn:
+        if self._samples:
+            raise SessionEnded("the loop calls generate while another call runs; await one before the next")
+        call = self.tree.request_ids(prompt_ids, {"limit": limit})
+        self._begin(call)
+        assert self._first is not None
+        room = len(self._first.prompt_ids) + self.task.max_tokens - len(call.prompt_ids)
+        if room < 1:
+            raise SessionEnded(
+                f"data.max_response_length={self.task.max_tokens}: the loop's prompt leaves no token for a response"
+            )
+        most = min(room, limit or room)
+        self._samples = True
+        try:
+            if (turn := self.recorded(call)) is None:
+                if self.repeats or self.waits not in (None, (call.key, call.ordinal)):
+                    raise JournalDiffers("the loop makes a call that its journal does not have")
+                self.waits = None
+                await self.ask(call, most)
+                turn = self.recorded(call)
+        finally:
+            self._samples = False
+        assert turn is not None, "the controller answers the call that waits"
+        observed = self.tree.nodes[call.node].ids
+        if self.answered > 1:
+            self.metrics["tokens/observed"] += len(observed)
+            self.messages.append({"role": "tool", "content": self.kit.seams.text(observed)})
+        reply = self.record(call, turn, None, number=self.answered - 1, most=most)
+        self.messages.append(reply.message)
+        self.mark(reply.message, sampled=True, **({"truncated": True} if reply.truncated else {}))
+        return turn
+
+    def train_only(self, ids: Sequence[int], trained: Sequence[int]) -> None:
+        """Train only the tokens of this sequence that have a 1 in ``trained``. Raises ValueError if one was not sampled there."""
+        wanted, rows, n = np.array(trained, dtype=bool), list[Row](), 0
+        for row in self.tree.rows(0):
+            most = min(len(ids), len(row.input_ids))
+            same = np.logical_and.accumulate(row.input_ids[:most] == np.array(ids[:most], dtype=np.int64))
+            kept = np.zeros(len(row.input_ids), dtype=bool)
+            kept[:most] = row.response_mask[:most] & same & wanted[:most]
+            n += int(kept.sum())
+            log_probs, versions = (
+                np.where(kept, row.rollout_log_probs, np.float32(0)),
+                np.where(kept, row.weight_version, np.int32(-1)),
+            )
+            rows.append(replace(row, response_mask=kept, rollout_log_probs=log_probs, weight_version=versions))
+        if n != wanted.sum():
+            raise ValueError(
+                f"response_mask has {wanted.sum()} tokens to train, and {wanted.sum() - n} of them were not sampled there; "
+                "use 0 for tokens that generate did not return after exactly the tokens before them"
+            )
+        self._rows = rows
+
+    @property
+    def stopped(self) -> Exception | None:
+        """Why the session ends, if a call of its user code raised that; the code may have continued."""
+        return self._stopped
 
     async def _sample(self, tools: list[Any] | None) -> Reply | None:
         call = self._first_or_next(tools)
@@ -264,13 +354,13 @@ class AgentSession:
         except SessionEnded as error:
             self._fail(str(error))
         except UserCodeError as error:
-            if isinstance(self._stopped, SessionRefused):
+            if isinstance(self._stopped, SessionRefused | JournalDiffers):
                 raise self._stopped from error
             self._fail(str(self._stopped or error))
         if self._died is not None:
             self.metrics["died"] = 1
         self.metrics.update({f"breaks/{reason}": number for reason, number in self.tree.breaks.items()})
-        rows = self.tree.rows(0)
+        rows = self._rows or self.tree.rows(0)
         return Finished(
             id=self.task.id,
             parts=self._parts(rows),
@@ -298,6 +388,11 @@ class AgentSession:
             if self._first is not None:
                 raise SessionEnded(f"after {self.answered} turns: {error}") from error
             raise SessionRefused(str(error)) from error
+        self._begin(call)
+        return call
+
+    def _begin(self, call: Call) -> None:
+        """Check the length of the first prompt."""
         if self._first is None:
             self._first, n, limit = call, len(call.prompt_ids), self.task.max_prompt
             if n > limit:
@@ -305,7 +400,6 @@ class AgentSession:
                     f"data.max_prompt_length={limit}: a prompt has {n} tokens with its tools (data source "
                     f"{self.task.data_source}, session {self.task.id}); raise it, or set data.filter_overlong_prompts=true"
                 )
-        return call
 
     @property
     def repeats(self) -> bool:
@@ -388,6 +482,60 @@ def _isolated(function: AgentLoop) -> AgentLoop:
     async def run(session: AgentSession) -> float | None:
         found: float | None = await session.user_code.run(checked, session, seconds=math.inf)
         return found
+
+    return run
+
+
+def token_agent(make: Callable[..., Any], setup: AgentSetup) -> AgentLoop:
+    """A loop of verl's interface, see trainer.agents.token_loops. make: creates its object.
+
+    Its calls are those of ``sample_after``; after a restart it runs again, and its calls are answered from the journal.
+    """
+    tokenizer = copy(setup.tokenizer)
+    # Newer transformers return a dict; loops written for verl expect the ids alone.
+    tokenizer.apply_chat_template = partial(setup.tokenizer.apply_chat_template, return_dict=False)  # type: ignore[method-assign]
+    config = untyped(setup.run)
+    rollout = config.actor_rollout_ref.rollout
+    sampling = {name: rollout[name] for name in ("temperature", "top_p", "top_k")} | {"repetition_penalty": 1.0, "logprobs": True}
+
+    async def work(session: AgentSession) -> dict[str, Any]:
+        async def sample(ids: list[int], limit: int | None) -> TokenOutput:
+            turn = await session.sample_after(ids, limit)
+            reason = "completed" if turn.finish_reason == "stop" else "length"
+            return TokenOutput(token_ids=turn.token_ids.tolist(), log_probs=turn.log_probs.tolist(), stop_reason=reason)
+
+        task, extra = session.task, session.task.extra_info
+        row = {
+            "raw_prompt": deepcopy(task.prompt), "data_source": task.data_source, "extra_info": deepcopy(extra),
+            "reward_model": {"ground_truth": task.ground_truth}, "index": extra.get("index", 0),
+            **{name: extra.get(name) or {} for name in ("tools_kwargs", "interaction_kwargs")},
+        }  # fmt: skip
+        loop = make(
+            trainer_config=SimpleNamespace(config=config),
+            server_manager=AsyncLLMServerManager(sample, sampling),
+            tokenizer=tokenizer,
+        )
+        found = await loop.run(dict(sampling), **row)
+        if not isinstance(found, AgentLoopOutput):
+            raise ValueError(f"run returned {type(found).__name__}; it returns AgentLoopOutput")
+        if session.stopped is not None:  # the loop has taken it for an error of its own
+            return {}
+        session.train_only([*found.prompt_ids, *found.response_ids], [*[0] * len(found.prompt_ids), *found.response_mask])
+        reward = None if found.reward_score is None else finite(found.reward_score)
+        if reward is None and found.reward_score is not None:
+            raise ValueError(f"reward_score is {found.reward_score}, not a finite number")
+        return {"reward": reward, "extra": {"num_turns": found.num_turns} | json.loads(json.dumps(found.extra_fields))}
+
+    async def run(session: AgentSession) -> float | None:
+        found: dict[str, Any] = await session.user_code.run(work, session, seconds=math.inf)
+        if session.stopped is not None:
+            raise session.stopped
+        if session.repeats or session.waits is not None:
+            raise JournalDiffers("it ended before the last call of its journal")
+        session.extra |= found["extra"]
+        session.finished = bool(session.messages) and not session.marked()[-1].get("truncated", False)
+        reward: float | None = found["reward"]
+        return reward
 
     return run
 

@@ -19,7 +19,7 @@ from typing import Any
 from trainer.agents.formats import ToolCall
 from trainer.agents.gateway.endpoint import Endpoint, SessionClosed
 from trainer.agents.isolation import UserCodeError
-from trainer.agents.sessions.agent_loop import KEY, AgentSession, Reply, SessionEnded, SessionRefused
+from trainer.agents.sessions.agent_loop import KEY, AgentSession, JournalDiffers, Reply, SessionEnded, SessionRefused
 from trainer.agents.sessions.protocol import SampledTurn, Task
 from trainer.agents.tree import BrokenConversation, Call
 from trainer.data.encoding import Refused
@@ -30,10 +30,6 @@ from workers.seeding import seed_of
 
 Program = Callable[[str, str, Task], float | None]
 """Runs one session, sync or async. Called with base URL, API key and task; returns the reward, or None: it is scored."""
-
-
-class JournalDiffers(Exception):
-    """The program makes other calls than those of its journal. The text is one line."""
 
 
 class ProgramRunner:

@@ -23,8 +23,8 @@ from typing import Any
 import numpy as np
 
 from trainer.agents.isolation import SessionLoop, UserCodeError
-from trainer.agents.sessions.agent_loop import AgentKit, AgentSession, AgentSetup, SessionRefused
-from trainer.agents.sessions.agent_program import JournalDiffers, ProgramRunner
+from trainer.agents.sessions.agent_loop import AgentKit, AgentSession, AgentSetup, JournalDiffers, SessionRefused
+from trainer.agents.sessions.agent_program import ProgramRunner
 from trainer.agents.sessions.protocol import Finished, Journal, Wanted
 from workers.controller.environment import limit_memory
 from workers.controller.stacks import enable_stack_reports
@@ -143,14 +143,13 @@ class AgentServer:
             # An earlier start that was stopped may still release instances of tools, which have the same names.
             if previous is not None:
                 await asyncio.wait({previous})
-            if self._program is None:
-                return await running.session.run()
+            program = None if self._program is None else self._program.run
             try:
-                return await running.session.run(self._program.run)
+                return await running.session.run(program)
             except JournalDiffers:
                 anew = Journal(journal.task)
                 running.session = AgentSession(anew, self._kit, loop, ask, died, restarted=True)
-                return await running.session.run(self._program.run)
+                return await running.session.run(program)
 
         id, loop = journal.task.id, _TrackedLoop(self._marks, number, died)
         session = AgentSession(journal, self._kit, loop, ask, died)

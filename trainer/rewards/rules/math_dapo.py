@@ -9,7 +9,7 @@ from typing import Any
 _LOOKED_AT = 300  # characters at the end
 _STRICT_LOOKED_AT = 100
 _ANSWER_LINE = re.compile(r"Answer\s*:\s*([^\n]+)", re.IGNORECASE)
-_NO_ANSWER = "[INVALID]"
+NO_ANSWER = "[INVALID]"
 
 # Minerva's tables of replacements and deletions. Their order matters and is part of the published metric, quirks included.
 _REPLACED = [
@@ -65,12 +65,12 @@ def score(answer: str, ground_truth: str, *, strict_box_verify: bool) -> dict[st
     """
     text = answer[-_LOOKED_AT:]
     lines = [] if strict_box_verify else _ANSWER_LINE.findall(text)
-    pred = normalise(lines[-1]) if lines else _NO_ANSWER
-    if pred != _NO_ANSWER:
+    pred = normalise(lines[-1]) if lines else NO_ANSWER
+    if pred != NO_ANSWER:
         correct = pred == normalise(ground_truth)
     else:
         boxed = _last_closed_box(text[-_STRICT_LOOKED_AT:])
-        correct, pred = boxed is not None and boxed == ground_truth, _NO_ANSWER if boxed is None else boxed
+        correct, pred = boxed is not None and boxed == ground_truth, NO_ANSWER if boxed is None else boxed
     return {"score": 1.0 if correct else -1.0, "acc": correct, "pred": pred}
 
 

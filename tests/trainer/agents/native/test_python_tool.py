@@ -94,3 +94,32 @@ def test_other_languages_than_python_are_refused(tmp_path: Path) -> None:
     (tmp_path / "tools.yaml").write_text(SANDBOX.replace("LANGUAGE", "cpp"))
     with pytest.raises(ValueError, match="default_language=cpp: the sandbox runs Python only"):
         load_tools(str(tmp_path / "tools.yaml"), "tool_config_path")
+
+
+LIKE_RETOOL = """
+from verl.tools.sandbox_fusion_tools import SandboxFusionTool
+from verl.utils.rollout_trace import rollout_trace_op
+
+
+class Printing(SandboxFusionTool):
+    @rollout_trace_op
+    async def execute(self, instance_id, parameters, **kwargs):
+        timeout = parameters.get("timeout", self.default_timeout)
+        language = parameters.get("language", self.default_language)
+        code = f"print({parameters['code']})"
+        return await self.execution_pool.execute.remote(self.execute_code, instance_id, code, timeout, language), None, None
+"""
+
+
+def test_a_subclass_uses_the_pool_and_limits_of_verls_class(tmp_path: Path) -> None:
+    (tmp_path / "printing.py").write_text(LIKE_RETOOL)
+    named = SANDBOX.replace("LANGUAGE", "python").replace(
+        "verl.tools.sandbox_fusion_tools.SandboxFusionTool", f"{tmp_path}/printing.py:Printing"
+    )
+    (tmp_path / "tools.yaml").write_text(named)
+    (tool,) = load_tools(str(tmp_path / "tools.yaml"), "tool_config_path")
+    assert isinstance(tool, StatefulTool) and isinstance(tool.base, SandboxFusionTool) and tool.base.default_timeout == 1
+    found, _ = use(tool, {"code": "6 * 7"}, {"code": "1)\nwhile True: (0"}, {"code": "1", "language": "cpp"})
+    assert found[0].text == "42\n" and found[1].text.startswith("[the program ")
+    assert found[2].text.startswith("Error: ")
+    tool.base.close()

@@ -152,6 +152,7 @@ def setup(
     family: Family = QWEN25,
     workers: int = 1,
     loop: str = "tool_agent",
+    loops: str | None = None,
     program: str | None = None,
     **changes: Any,
 ) -> AgentSetup:
@@ -164,8 +165,12 @@ def setup(
     keys = {"tools": "function_tool_path", "stateful": "tool_config_path", "user": "interaction_config_path"}
     names = {"tools": "tools.py", "stateful": "stateful.yaml", "user": "user.yaml"}
     changes = {keys[file]: str(folder / names[file]) for file in files} | changes
-    agent = AgentConfig(num_workers=workers, default_agent_loop=loop, program=program, memory_limit_mb=16_384)
-    return AgentSetup(family.tokenizer, {}, multi_turn(**changes), agent)
+    agent = AgentConfig(
+        num_workers=workers, default_agent_loop=loop, agent_loop_config_path=loops, program=program, memory_limit_mb=16_384
+    )
+    rollout = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "response_length": 4000}
+    run = {"actor_rollout_ref": {"rollout": rollout}, "data": {"apply_chat_template_kwargs": {}}}
+    return AgentSetup(family.tokenizer, {}, multi_turn(**changes), agent, run)
 
 
 def task(id: int = 0, prompt: str = "ab ba?", **changes: Any) -> Task:
