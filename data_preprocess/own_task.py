@@ -23,12 +23,14 @@ def write_task(
     name: str,
     example: Callable[[Random, str, str], Turns] | None = None,
     tools: Sequence[dict[str, Any]] = (),
+    worse: Callable[[Random, str, str], str] | None = None,
     argv: Sequence[str] | None = None,
 ) -> None:
-    """Parse the command line and write train.parquet and test.parquet, for RL and for the warm start. No prompt occurs twice.
+    """Parse the command line and write train.parquet and test.parquet, for RL and for the warm start. No problem occurs twice.
 
     name: the data source. example: worked example of a problem, for the column messages; None: the column response has the
-    answer. tools: function schemas, for the column tools.
+    answer. tools: function schemas, for the column tools. worse: a response that is worse than the answer, for the columns chosen
+    and rejected.
     """
     parser = argparse.ArgumentParser(description="Write train.parquet and test.parquet")
     parser.add_argument("--local_save_dir", default="data", help="(default: %(default)s)")
@@ -37,18 +39,17 @@ def write_task(
     parser.add_argument("--seed", type=int, default=0, help="(default: %(default)s)")
     args = parser.parse_args(argv)
     random, wanted = Random(seed_of(args.seed, "problems")), args.test_size + args.train_size
-    problems: dict[str, str] = {}
+    problems: dict[Problem, None] = {}  # a set in the order of drawing
     for _ in range(DRAWS * wanted):
         if len(problems) == wanted:
             break
-        prompt, answer = make_problem(random)
-        problems.setdefault(prompt, answer)
+        problems[make_problem(random)] = None
     if len(problems) < 2 * args.test_size:
         parser.error(
-            f"make_problem gives {len(problems)} different prompts, and {args.test_size} are held out: at least as many are needed "
+            f"make_problem gives {len(problems)} different problems, and {args.test_size} are held out: at least as many are needed "
             "for training; make more, or lower --test_size"
         )
-    drawn = list(problems.items())
+    drawn = list(problems)
     for split, part in (("test", drawn[: args.test_size]), ("train", drawn[args.test_size :])):
         rows = []
         for i, (prompt, answer) in enumerate(part):
@@ -57,5 +58,7 @@ def write_task(
                 row["response"] = answer
             else:
                 row["messages"] = [*row["prompt"], *example(random, prompt, answer)]
+            if worse is not None:
+                row |= {"chosen": answer, "rejected": worse(random, prompt, answer)}
             rows.append(row | ({"tools": json.dumps(list(tools))} if tools else {}))
         write(rows, args.local_save_dir, split)
