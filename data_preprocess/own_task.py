@@ -46,8 +46,8 @@ def write_task(
         problems[make_problem(random)] = None
     if len(problems) < 2 * args.test_size:
         parser.error(
-            f"make_problem gives {len(problems)} different problems, and {args.test_size} are held out: at least as many are needed "
-            "for training; make more, or lower --test_size"
+            f"make_problem gives {len(problems)} different problems, and {args.test_size} are held out: training needs as many; "
+            "make more, or lower --test_size"
         )
     drawn = list(problems)
     for split, part in (("test", drawn[: args.test_size]), ("train", drawn[args.test_size :])):

@@ -10,8 +10,8 @@ from trainer.new_task.create import TEMPLATES, create
 from trainer.new_task.sizes import this_machine
 
 ABOUT = (
-    "Writes a folder with a task to edit: problems and their score (task.py), a test, recipes sized for this machine, and a README "
-    "with the commands."
+    "Writes a folder with a task to edit: problems and their score (task.py), a test, recipes sized for this machine, and a "
+    "README with the commands."
 )
 
 

@@ -4,13 +4,21 @@ import re
 from importlib.resources import files
 from pathlib import Path
 from string import Template
+from typing import Any
 
 import yaml
 
 from trainer.new_task.sizes import Machine, sizes
 
 TEMPLATES = ("own", "chat", "tool", "gsm8k", "preferences")
+HOME = files("data_preprocess.new_task")
 NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]*")
+
+
+def defaults() -> dict[str, dict[str, Any]]:
+    """The sizes of data_preprocess/new_task/sizes.yaml."""
+    read: dict[str, dict[str, Any]] = yaml.safe_load((HOME / "sizes.yaml").read_text(encoding="utf-8"))
+    return read
 
 
 def create(folder: Path, template: str, machine: Machine) -> list[Path]:
@@ -21,12 +29,11 @@ def create(folder: Path, template: str, machine: Machine) -> list[Path]:
         raise ValueError(f"{folder} exists already, and nothing in it was changed; take another name")
     if not folder.absolute().parent.is_dir():
         raise ValueError(f"{folder}: there is no directory {folder.parent} to write it into")
-    home = files("data_preprocess.new_task")
-    values = {"name": folder.name, **sizes(machine, yaml.safe_load((home / "sizes.yaml").read_text(encoding="utf-8")), template)}
-    values = {key: str(value).lower() if isinstance(value, bool) else value for key, value in values.items()}
+    values = {"name": folder.name, **sizes(machine, defaults(), template)}
+    values = {key: str(value).lower() if isinstance(value, bool) else value for key, value in values.items()}  # as in YAML
     kind, other = ("gpu", "cpu") if machine.gpus else ("cpu", "gpu")
     texts = {}
-    for file in (home / template).iterdir():
+    for file in (HOME / template).iterdir():
         if file.name.startswith("__") or f".{other}." in file.name:
             continue
         text = file.read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""The task, learned from preferences: edit make_problem, worse and score. ``python task.py`` writes data/train.parquet and data/test.parquet."""
+"""The task, learned from preferences: edit make_problem, worse and score. ``python task.py`` writes the files of data/."""
 
 from pathlib import Path
 from random import Random
