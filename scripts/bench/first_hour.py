@@ -50,7 +50,7 @@ def make_problem(random):
     return f"{text} ", "".join(pairs[bracket] for bracket in reversed(opened)) or "-"
 """,
     ),
-    # Players take 1 to 3 sticks in turn; who takes the last one wins. The warm start has random moves: only training learns to win.
+    # Players take 1 to 3 sticks in turn; who takes the last one wins. The warm start has random moves: training learns to win.
     "sticks": (
         "chat",
         '''

@@ -1,8 +1,9 @@
 """The command line of trainer.main_init, and the commands that its README names."""
 
+import importlib
 import json
-import os
 import re
+import runpy
 import shlex
 import subprocess
 import sys
@@ -10,40 +11,44 @@ from pathlib import Path
 
 import pytest
 
-from tests.layout.source import ROOT
+from data_preprocess import tiny_model
 from trainer.main_init import init
 
-# Of the learning of an hour, seconds: the programs and files are the same.
+# Programs and files are those of a user, the numbers of rows and steps are not.
 SHORT = {
     "task.py": ["--train_size=512", "--test_size=32"],
     "trainer.main_sft": ["trainer.total_training_steps=4", "data.train_batch_size=32", "trainer.test_freq=2"],
     "trainer.main_reward_model": ["trainer.total_training_steps=2", "data.train_batch_size=32"],
     "trainer.main_ppo": [
         "trainer.total_training_steps=2", "trainer.test_freq=2", "data.train_batch_size=4",
-        "actor_rollout_ref.actor.ppo_mini_batch_size=4",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=4", "reward.num_workers=0",
     ],
 }  # fmt: skip
 EXAMPLES = [{"question": f"{a} + 1?", "answer": f"#### {a + 1}"} for a in range(64)]
 
 
-def run_readme(folder: Path) -> None:
-    """Run the README's commands in the folder, shortened, each in a process of its own."""
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+def run_readme(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run the README's commands in the folder, shortened; all but its tests in this process, which has imported everything."""
+    monkeypatch.chdir(folder)
     for line in re.findall(r"^    (.*)$", (folder / "README.md").read_text(), re.MULTILINE):
         words = shlex.split(line, comments=True)
         if words[:2] == ["pip", "install"]:
             continue
         assert words[0] == "python"
-        program = words[2] if words[1] == "-m" else words[1]
-        command = [*words[1:], *SHORT.get(program, [])]
-        done = subprocess.run([sys.executable, *command], cwd=folder, env=environment, capture_output=True, text=True)
-        assert done.returncode == 0, f"{line}\n{done.stdout}\n{done.stderr}"
+        if "unittest" in words:
+            subprocess.run([sys.executable, *words[1:]], check=True, capture_output=True)
+        elif words[1] == "task.py":
+            monkeypatch.setattr(sys, "argv", [*words[1:], *SHORT["task.py"]])
+            runpy.run_path("task.py", run_name="__main__")
+        else:
+            module, arguments = importlib.import_module(words[2]), [*words[3:], *SHORT.get(words[2], [])]
+            assert (module.PROGRAM if words[2].startswith("trainer.") else module.main)(arguments) in (0, None), line
 
 
 def test_commands_of_the_readme_run_as_typed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert init(["my_task"]) == 0
-    run_readme(tmp_path / "my_task")
+    run_readme(tmp_path / "my_task", monkeypatch)
     steps = [json.loads(line) for line in (tmp_path / "my_task/runs/grpo/metrics.jsonl").read_text().splitlines()]
     assert "val/accuracy" in steps[-1] and (tmp_path / "my_task/runs/grpo/report.html").is_file()
 
@@ -60,11 +65,8 @@ def test_commands_of_the_other_readmes_run(template: str, tmp_path: Path, monkey
         monkeypatch.setitem(SHORT, "task.py", [f"--local_dataset_path={tmp_path}"])
         model = "actor_rollout_ref.model.path=model"
         monkeypatch.setitem(SHORT, "trainer.main_ppo", [*SHORT["trainer.main_ppo"], model])
-        subprocess.run(
-            [sys.executable, "-m", "data_preprocess.tiny_model", "--save_dir", "model", "--bytes"],
-            cwd=folder, env=os.environ | {"PYTHONPATH": str(ROOT)}, check=True,
-        )  # fmt: skip
-    run_readme(folder)
+        tiny_model.main(["--save_dir", f"{folder}/model", "--bytes"])
+    run_readme(folder, monkeypatch)
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ def test_edits_replace_functions_of_the_template(task: str, tmp_path: Path) -> N
     made = runpy.run_path(str(file))
     assert len({made["make_problem"](Random(seed)) for seed in range(200)}) > 100
     if template == "own":
-        prompt, answer = made["make_problem"](Random(0))
+        _, answer = made["make_problem"](Random(0))
         assert made["compute_score"]("", answer, answer, {})["acc"] == 1.0
     else:
         games = [made["conversation"](Random(seed), *made["make_problem"](Random(seed))) for seed in range(20)]
