@@ -59,10 +59,10 @@ def make_problem(random):
     return f"{sticks}", f"{sticks} {random.random()}"
 
 
-def play(said, known):
-    """Sticks that are left, and whether the model won (None: the game goes on; False: it lost, or its move was not allowed)."""
+def play(spoken, known):
+    """Sticks that are left, and whether the model won (None: not decided; False: it lost, or its move is not allowed)."""
     left, random = int(known.split()[0]), Random(known)
-    for move in said:
+    for move in spoken:
         if move not in ("1", "2", "3") or int(move) > left:
             return left, False
         left -= int(move)
@@ -74,13 +74,13 @@ def play(said, known):
     return left, None
 
 
-def reply(said, known):
-    left, won = play(said, known)
+def reply(spoken, known):
+    left, won = play(spoken, known)
     return f"{left}", float(won is True), won is not None
 
 
-def example(random, said, known):
-    left, _ = play(said, known)
+def example(random, spoken, known):
+    left, _ = play(spoken, known)
     return str(random.randrange(1, min(left, 3) + 1))
 ''',
     ),

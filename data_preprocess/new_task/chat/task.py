@@ -14,20 +14,20 @@ def make_problem(random: Random) -> tuple[str, str]:
     return digits[0], digits
 
 
-def reply(said: list[str], known: str) -> tuple[str, float, bool]:
-    """What the other side writes after the turns ``said`` of the model; the score of the last turn; whether this is the end.
+def reply(spoken: list[str], known: str) -> tuple[str, float, bool]:
+    """What the other side writes after the turns ``spoken`` of the model; the score of the last turn; whether this is the end.
 
     Here it names a digit at a time, and the model has to say the last digit of their sum. The scores of a conversation are added.
     Random choices must come from ``known``: a resumed run repeats them.
     """
-    right = said[-1].strip() == str(sum(map(int, known[: len(said)])) % 10)
-    is_over = len(said) == len(known)
-    return ("" if is_over else known[len(said)]), right / len(known), is_over
+    right = spoken[-1].strip() == str(sum(map(int, known[: len(spoken)])) % 10)
+    is_over = len(spoken) == len(known)
+    return ("" if is_over else known[len(spoken)]), right / len(known), is_over
 
 
-def example(random: Random, said: list[str], known: str) -> str:
+def example(random: Random, spoken: list[str], known: str) -> str:
     """A turn for the warm start: what the model could say next. It need not be good, but the model learns from nothing else."""
-    return str(sum(map(int, known[: len(said) + 1])) % 10)
+    return str(sum(map(int, known[: len(spoken) + 1])) % 10)
 
 
 class Conversation(Environment):
@@ -37,23 +37,23 @@ class Conversation(Environment):
 
     def reset(self, task: Any) -> Turns:
         self.known: str = task.ground_truth
-        self.said: list[str] = []
+        self.spoken: list[str] = []
         return list(task.prompt)
 
     def step(self, message: dict[str, Any]) -> tuple[str, float, bool, dict[str, Any]]:
-        self.said.append(message["content"] or "")
-        return *reply(self.said, self.known), {}
+        self.spoken.append(message["content"] or "")
+        return *reply(self.spoken, self.known), {}
 
 
 def conversation(random: Random, prompt: str, known: str) -> Turns:
     """A whole worked example."""
     turns: Turns = []
-    said: list[str] = []
+    spoken: list[str] = []
     is_over = False
     while not is_over:
-        said.append(example(random, said, known))
-        text, _, is_over = reply(said, known)
-        turns.append({"role": "assistant", "content": said[-1]})
+        spoken.append(example(random, spoken, known))
+        text, _, is_over = reply(spoken, known)
+        turns.append({"role": "assistant", "content": spoken[-1]})
         if not is_over:
             turns.append({"role": "user", "content": text})
     return turns

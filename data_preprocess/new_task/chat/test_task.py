@@ -12,8 +12,8 @@ class TaskTest(unittest.TestCase):
             choices = random.Random(seed)
             prompt, known = task.make_problem(choices)
             turns = task.conversation(choices, prompt, known)
-            said = [turn["content"] for turn in turns if turn["role"] == "assistant"]
-            scores = [task.reply(said[: i + 1], known)[1] for i in range(len(said))]
+            spoken = [turn["content"] for turn in turns if turn["role"] == "assistant"]
+            scores = [task.reply(spoken[: i + 1], known)[1] for i in range(len(spoken))]
             self.assertAlmostEqual(sum(scores), 1.0)
 
     def test_a_wrong_turn_scores_nothing(self) -> None:
