@@ -18,6 +18,7 @@ NonNegative = Annotated[int, Ge(0)]
 NonNegativeFloat = Annotated[float, Ge(0.0)]
 PositiveFloat = Annotated[float, Gt(0.0)]
 Fraction = Annotated[float, Ge(0.0), Le(1.0)]
+PositiveFraction = Annotated[float, Gt(0.0), Le(1.0)]
 Dtype = Literal["float32", "bfloat16", "float16", "float64"]
 AggMode = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 # A trailing + computes the value of the estimator with the gradient of k2; kl, mse and low_var_kl are verl's names of k1, k2 and

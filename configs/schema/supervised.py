@@ -13,6 +13,7 @@ from configs.schema.common import (
     OptimConfig,
     Positive,
     PositiveFloat,
+    PositiveFraction,
     RayConfig,
     RunConfig,
     ShardedConfig,
@@ -75,8 +76,14 @@ class SFTDataConfig(SupervisedDataConfig):
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
+class SFTTrainerConfig(SupervisedTrainerConfig):
+    stop_at_probability: PositiveFraction | None
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
 class SFTConfig(SupervisedConfig):
     data: SFTDataConfig
+    trainer: SFTTrainerConfig
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)

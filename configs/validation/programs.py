@@ -264,6 +264,9 @@ def check_sft(config: SFTConfig, typed: Collection[str]) -> list[str]:
     problems = list(_supervised_problems(config, "rows", longest, f"data.max_length = {longest}"))
     if data.tools_key is not None and data.messages_key is None:
         problems.append(f"data.tools_key={data.tools_key}: only conversations have tools; set data.messages_key")
+    bound, every = config.trainer.stop_at_probability, config.trainer.test_freq
+    if bound is not None and not is_ever(every):
+        problems.append(f"trainer.stop_at_probability={bound}: trainer.test_freq={every} never measures it; use for example 10")
     return _supervised_notes(config, typed, problems)
 
 

@@ -35,6 +35,8 @@ class SupervisedLoop:
             with trainer.phases("step"):
                 self.train(step, batch)
             self.measure(step, batch)
+            if self.task.is_done(trainer.metrics):
+                trainer.total_steps = step
             trainer.complete(step)
             trainer.save_if_due()
 

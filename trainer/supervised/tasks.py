@@ -7,7 +7,7 @@ response should score higher than the rejected one.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from configs.schema.common import ModelConfig, is_ever
 from configs.schema.supervised import RewardModelConfig, SFTConfig
 from trainer.algorithms.losses.preference_losses import accuracy, calibration_error, pair_losses
+from trainer.algorithms.segments import group_ids, sum_by
 from trainer.algorithms.weights import token_weights
 from trainer.cluster.remote import RemoteModel
 from trainer.data.preference_dataset import PreferenceDataset
@@ -51,6 +52,9 @@ class Task(Protocol):
 
     def validate(self, model: RemoteModel, step: int) -> dict[str, float]:
         """Metrics over the held-out data, prefix val/."""
+
+    def is_done(self, metrics: Mapping[str, float]) -> bool:
+        """Whether training ends after the step of these metrics, before its last step."""
 
     def extra_files(self, model: RemoteModel, step: int) -> dict[str, bytes]:
         """Files to save with the model after ``step``: {name: content}."""
@@ -100,11 +104,23 @@ class SFTTask:
         return batch.with_tokens(loss_weight=weights)
 
     def validate(self, model: RemoteModel, step: int) -> dict[str, float]:
-        """val/loss: mean cross-entropy per response token over all held-out rows."""
+        """val/loss: mean cross-entropy per response token over all held-out rows. val/probability: mean over the units of the
+        probability that the model samples exactly the given response (all turns of it).
+        """
         assert self._held_out is not None
         batch = self._held_out.batch(range(len(self._held_out))).with_meta({"temperature": 1.0})
         log_probs = model.forward(batch, ["log_probs"]).tokens["log_probs"].double()
-        return {"val/loss": float(-log_probs.sum() / batch.tokens["response_mask"].sum())}
+        unit, size = group_ids(batch.rows["uid"])
+        probabilities = sum_by(log_probs, unit[batch.segment_ids()], len(size)).exp()
+        return {
+            "val/loss": float(-log_probs.sum() / batch.tokens["response_mask"].sum()),
+            "val/probability": float(probabilities.mean()),
+        }
+
+    def is_done(self, metrics: Mapping[str, float]) -> bool:
+        """Whether the held-out responses are as probable as trainer.stop_at_probability asks."""
+        bound = self.config.trainer.stop_at_probability
+        return bound is not None and metrics.get("val/probability", 0.0) >= bound
 
     def extra_files(self, model: RemoteModel, step: int) -> dict[str, bytes]:
         """No files: weights, configuration and tokenizer are a complete model."""
@@ -168,6 +184,10 @@ class RewardModelTask:
             "val/score_mean": float(scores.mean()),
             "val/score_std": float(scores.std(correction=0)),
         }
+
+    def is_done(self, metrics: Mapping[str, float]) -> bool:
+        """Never: all steps are trained."""
+        return False
 
     def extra_files(self, model: RemoteModel, step: int) -> dict[str, bytes]:
         """Score statistics for reward normalisation: mean and deviation over held-out responses, else over the training data."""
