@@ -17,7 +17,7 @@ from trainer.agents.isolation import SessionLoop
 from trainer.agents.sessions.agent_loop import AgentKit, AgentSession, AgentSetup, SessionRefused
 from trainer.agents.sessions.agent_program import JournalDiffers, ProgramRunner
 from trainer.agents.sessions.pool import AgentPool
-from trainer.agents.sessions.protocol import Finished, Journal, SampledTurn, Wanted
+from trainer.agents.sessions.protocol import Finished, Journal, SampledTurn, Settled, Wanted
 
 PROGRAM = '''
 import asyncio, json, os, random, threading, time
@@ -251,13 +251,20 @@ def run(
     *,
     most: int | None = None,
     model: Callable[[Wanted], SampledTurn] = model,
+    chance: Random | None = None,
+    early: Iterable[SampledTurn] = (),
 ) -> dict[int, Finished | Wanted | Exception]:
-    """Run sessions together until each has finished, wants more turns than ``most``, or failed; the journals grow."""
+    """Run sessions together until each has finished, wants more turns than ``most``, or failed; the journals grow.
+
+    early: turns that arrive before the program has begun. Calls get their turns when the session has settled: all of them, or with ``chance`` any of them, in any order.
+    """
 
     async def one(journal: Journal) -> Finished | Wanted | Exception:
-        wanted, loop = asyncio.Queue[Wanted](), SessionLoop()
+        wanted, loop, calls = asyncio.Queue[Wanted | Settled](), SessionLoop(), list[Wanted]()
         session = AgentSession(copy.deepcopy(journal), kit, loop, wanted.put_nowait)
         running = asyncio.create_task(session.run(runner.run))
+        for turn in early:
+            session.give(turn)
         try:
             while True:
                 asked = asyncio.create_task(wanted.get())
@@ -269,11 +276,21 @@ def run(
                         running.result() if error is None else error if isinstance(error, Exception) else pytest.fail(str(error))
                     )
                 answer = asked.result()
-                if most is not None and len(journal.turns) >= most:
-                    journal.waits = answer.key, answer.ordinal
-                    return answer
-                journal.turns.append(model(answer))
-                session.give(journal.turns[-1])
+                if isinstance(answer, Wanted):
+                    calls.append(answer)
+                    continue
+                if chance is not None:
+                    chance.shuffle(calls)
+                n = len(calls) if chance is None else chance.randint(1, len(calls))
+                if most is not None and len(journal.turns) + n > most:
+                    n = most - len(journal.turns)
+                for call in calls[:n]:
+                    journal.turns.append(model(call))
+                    session.give(journal.turns[-1])
+                calls = calls[n:]
+                if n == 0:
+                    journal.waits = [(call.key, call.ordinal) for call in calls]
+                    return calls[0]
         finally:
             running.cancel()
             await asyncio.wait({running})
@@ -363,9 +380,8 @@ def test_a_turn_that_ends_while_the_program_starts_again_answers_its_call(folder
     journal = Journal(task(8))
     waiting = run(runner, kit, [journal], most=1)[8]
     assert isinstance(waiting, Wanted)
-    journal.turns.append(model(waiting))
-    assert journal.waits == (waiting.key, waiting.ordinal)
-    end = finished(run(runner, kit, [journal])[8])
+    assert journal.waits == [(waiting.key, waiting.ordinal)]
+    end = finished(run(runner, kit, [journal], early=[model(waiting)])[8])
     assert facts(end) == facts(finished(run(runner, kit, [Journal(task(8))])[8]))
 
 
@@ -430,22 +446,21 @@ def test_processes_that_die_are_replaced_and_changed_programs_begin_anew(folder:
         pool.start([task(id) for id in (0, 1, 3)])
         wanted = {answer.id: answer for answer in pool.collect([0, 1, 3]) if isinstance(answer, Wanted)}
         assert wanted.keys() == {0, 1, 3} and not any(answer.restarted for answer in wanted.values())
-        pool.reply({1: model(wanted[1])})  # it ends the process; the others wait for engines
+        pool.reply({1: [model(wanted[1])]})  # it ends the process; the others wait for engines
         (second,) = pool.collect([1])
         assert isinstance(second, Wanted) and not second.restarted and pool.deaths == 1
-        while pool._sessions[3].early is None:  # an engine still works on its call of before
-            assert pool.ready(0.2) == []
-        pool.reply({0: model(wanted[0]), 1: model(second), 3: model(wanted[3])})
-        zero, one, three = pool.collect([0, 1, 3])
+        (three,) = pool.ready([3], 60.0)  # an engine still works on its call of before
+        assert isinstance(three, Wanted) and three.restarted and three.key != wanted[3].key
+        pool.reply({0: [model(wanted[0])], 1: [model(second)], 3: [model(wanted[3])]})
+        zero, one = pool.collect([0, 1], [3])
         assert isinstance(zero, Wanted) and not zero.restarted
         assert isinstance(one, Finished) and one.reward == 2.0 and one.metrics["turns"] == 2
-        assert isinstance(three, Wanted) and three.restarted and three.key != wanted[3].key
         assert pool.journal(3).turns == [], "the turn that an engine has sampled is of a call that is no longer made"
-        pool.reply({0: model(zero), 3: model(three)})
+        pool.reply({0: [model(zero)], 3: [model(three)]})
         zero, three = pool.collect([0, 3])
         assert isinstance(zero, Finished) and zero.metrics["turns"] == 2
         assert isinstance(three, Wanted) and not three.restarted
-        pool.reply({3: model(three)})
+        pool.reply({3: [model(three)]})
         (three,) = pool.collect([3])
         assert isinstance(three, Finished) and three.metrics["turns"] == 2 and three.reward == 2.0
         assert pool.deaths == 1
@@ -459,7 +474,7 @@ def test_many_programs_at_once(n: int, folder: Path) -> None:
         for _ in range(2):
             wanted = [answer for answer in pool.collect(ids) if isinstance(answer, Wanted)]
             assert len(wanted) == n, "all wait for the engines at the same time"
-            pool.reply({answer.id: model(answer) for answer in wanted})
+            pool.reply({answer.id: [model(answer)] for answer in wanted})
         ends = [finished(answer) for answer in pool.collect(ids)]
         assert all(end.reward == 1.0 and end.metrics["turns"] == 2 for end in ends) and pool.deaths == 0
 
