@@ -117,8 +117,7 @@ class AgentSession:
     """One trajectory, as its loop sees it.
 
     messages: the conversation; loops append to it. finished, reward, extra: see Finished; loops set them. metrics: numbers that
-    loops add to. user_code: runs all code of the user. given: number of turns of the model so far; answered: of those that a call
-    has got. owes: it was given a task or a turn, and has not settled since. waits: calls without a turn; remade: those of them
+    loops add to. user_code: runs all code of the user. answered: number of turns of the model that a call has got. owes: it was given a task or a turn, and has not settled since. waits: calls without a turn; remade: those of them
     that were made here, not only in the journal.
     """
 
@@ -143,7 +142,8 @@ class AgentSession:
         self.reward: float | None = None
         self.extra: dict[str, Any] = {}
         self.metrics = defaultdict[str, float](float)
-        self.given, self.answered = len(journal.turns), 0
+        self.answered = 0
+        self._given = [(turn.key, turn.ordinal) for turn in journal.turns]
         self.owes = True
         self.waits, self.remade = {*journal.waits}, set[tuple[int, int]]()
         self._ask, self._died, self._restarted = ask, died, restarted
@@ -163,6 +163,11 @@ class AgentSession:
         """Tokens of the conversation as the model has it, and of all since the first prompt."""
 
     @property
+    def given(self) -> int:
+        """Number of turns of the model so far."""
+        return len(self._given)
+
+    @property
     def is_full(self) -> bool:
         """Whether the budget of tokens is used up."""
         return self._used >= self.task.max_tokens
@@ -173,7 +178,7 @@ class AgentSession:
             return
         self.waits.remove((turn.key, turn.ordinal))
         self._turns.append(turn)
-        self.given += 1
+        self._given.append((turn.key, turn.ordinal))
         self.owes = True
         self._arrived.set()
         self._arrived = asyncio.Event()
@@ -369,7 +374,9 @@ class AgentSession:
             ends = [0, *accumulate(len(self.tree.nodes[i].ids) for i in row.nodes)]
             for i, start, end in zip(row.nodes, ends, ends[1:], strict=False):
                 places.setdefault(i, (row.part, start, end))  # trained in the first row that has it
-        return [TurnPlace(*places[node], call.key, call.ordinal, most) for node, call, most in self._calls]
+        found = {(call.key, call.ordinal): (node, most) for node, call, most in self._calls}
+        # In the order in which they were given: that in which calls at the same time got theirs depends on the clock.
+        return [TurnPlace(*places[found[turn][0]], *turn, found[turn][1]) for turn in self._given if turn in found]
 
     def _parts(self, rows: Sequence[Row]) -> list[Part]:
         if rows:
