@@ -117,8 +117,9 @@ class AgentSession:
     """One trajectory, as its loop sees it.
 
     messages: the conversation; loops append to it. finished, reward, extra: see Finished; loops set them. metrics: numbers that
-    loops add to. user_code: runs all code of the user. answered: number of turns of the model that a call has got. owes: it was given a task or a turn, and has not settled since. waits: calls without a turn; remade: those of them
-    that were made here, not only in the journal.
+    loops add to. user_code: runs all code of the user. answered: number of turns of the model that a call has got. owes: it was
+    given a task or a turn, and has not settled since. waits: calls without a turn; remade: those of them that were made here, not
+    only in the journal.
     """
 
     def __init__(

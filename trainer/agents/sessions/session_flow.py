@@ -135,8 +135,16 @@ class Session:
         self.calls[lane] = OpenCall(wanted)
         return lane
 
+    def renumber(self) -> None:
+        """Number the lanes from 0 on, as they are after a resume; no engine has the calls."""
+        self.calls = dict(enumerate(self.calls.values()))
+
     def resumed(self) -> None:
         """Its process has repeated the journal and made these calls, or has begun anew."""
+        # The lanes of the run that was not resumed, see ``renumber``.
+        saved = {call: place for place, call in enumerate(self.interrupted)}
+        in_order = sorted(self.calls.values(), key=lambda one: saved.get((one.wanted.key, one.wanted.ordinal), len(saved)))
+        self.calls = dict(enumerate(in_order))
         # Otherwise what was sampled for a call would continue another one.
         for call in self.calls.values():
             call.partial = self.interrupted.pop((call.wanted.key, call.wanted.ordinal), call.partial)
@@ -224,6 +232,7 @@ class SessionFlow:
                 restored.add(session.task.id)
                 new.append(session.journal)
             elif session.calls:
+                session.renumber()
                 known.append(session)
             else:
                 self._due.add(session.task.id)
@@ -232,7 +241,7 @@ class SessionFlow:
             self._agents.start(new)
         if restored:
             # Now: they are in the engines from the first tick on, as in the run that was not resumed.
-            for answer in self._agents.collect(restored):
+            for answer in sorted(self._agents.collect(restored), key=self._place):
                 session = self._of_task[answer.id]
                 if answer.restarted:
                     session.restart()
@@ -244,6 +253,7 @@ class SessionFlow:
                 if session.calls:
                     session.resumed()
                     known.append(session)
+        known.sort(key=lambda session: session.id)
         self._enter((session, lane) for session in known for lane in session.calls)
 
     @property

@@ -496,10 +496,11 @@ def test_call_that_was_not_saved_is_an_error() -> None:
     one = new_session(AgentSessions(Agents(), max_prompt=8, max_tokens=MOST), 0)
     partial = {name: torch.ones(3, dtype=dtype) for name, dtype in COLUMNS.items()}
     one.interrupted = {(5, 0): partial, (5, 1): partial}
-    for ordinal in (1, 0):
-        one.add(Wanted(one.task.id, 5, ordinal, np.array([1]), 9))
+    for key, ordinal in ((4, 0), (5, 1), (5, 0)):
+        one.add(Wanted(one.task.id, key, ordinal, np.array([1]), 9))
     one.resumed()
-    assert [len(call.partial["input_ids"]) for call in one.calls.values()] == [3, 3]
+    assert [(call.wanted.key, call.wanted.ordinal) for call in one.calls.values()] == [(5, 0), (5, 1), (4, 0)], "the saved order"
+    assert [len(call.partial["input_ids"]) for call in one.calls.values()] == [3, 3, 0]
     one.interrupted = {(5, 2): partial}
     with pytest.raises(ValueError, match="tools or template have changed"):
         one.resumed()
