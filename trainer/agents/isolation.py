@@ -17,12 +17,9 @@ from contextlib import suppress
 from contextvars import copy_context
 from functools import partial
 from selectors import EVENT_WRITE, DefaultSelector, SelectorKey
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, TypeVarTuple, Unpack
+from typing import Any, NamedTuple, TypeVar, TypeVarTuple, Unpack
 
 from trainer.run.user_code import describe
-
-if TYPE_CHECKING:
-    from _typeshed import FileDescriptorLike
 
 _Result = TypeVar("_Result")
 _Args = TypeVarTuple("_Args")
@@ -59,7 +56,7 @@ class _CountingSelector(DefaultSelector):
         self._own: int | None = None
         """The loop's own socket, the first one: other threads wake it there."""
 
-    def register(self, fileobj: FileDescriptorLike, events: int, data: Any = None) -> SelectorKey:
+    def register(self, fileobj: Any, events: int, data: Any = None) -> SelectorKey:
         key = super().register(fileobj, events, data)
         self._own = key.fd if self._own is None else self._own
         return key
