@@ -12,15 +12,17 @@ import asyncio
 import inspect
 import threading
 from collections.abc import Callable, Coroutine
-from concurrent.futures import Future
+from concurrent.futures import Executor, Future
 from contextlib import suppress
 from contextvars import copy_context
 from functools import partial
-from typing import Any, TypeVar
+from selectors import EVENT_WRITE, DefaultSelector, SelectorKey
+from typing import Any, NamedTuple, TypeVar, TypeVarTuple, Unpack
 
 from trainer.run.user_code import describe
 
 _Result = TypeVar("_Result")
+_Args = TypeVarTuple("_Args")
 _PATIENCE = 0.5
 """Seconds in which a loop must take a call that does nothing, after one of its coroutines has exceeded its limit."""
 
@@ -33,12 +35,67 @@ class UserCodeError(Exception):
         self.late = late
 
 
+class LoopState(NamedTuple):
+    """What a loop has done and has yet to do. If two in a row are equal, it waits for the network, or for a time.
+
+    work: counts what it has done. sending: connections that are being opened, or have something to send. threads: of its
+    executor.
+    """
+
+    work: int
+    sending: int
+    threads: int
+
+
+class _CountingSelector(DefaultSelector):
+    """Selector of a loop that counts its turns with something to do. Turns that ``SessionLoop.state`` makes do not count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.work = 0
+        self._own: int | None = None
+        """The loop's own socket, the first one: other threads wake it there."""
+
+    def register(self, fileobj: Any, events: int, data: Any = None) -> SelectorKey:
+        key = super().register(fileobj, events, data)
+        self._own = key.fd if self._own is None else self._own
+        return key
+
+    def select(self, timeout: float | None = None) -> list[tuple[SelectorKey, int]]:
+        found = super().select(timeout)
+        self.work += (timeout is not None and timeout <= 0) or any(key.fd != self._own for key, _ in found)
+        return found
+
+
+class _WatchedLoop(asyncio.SelectorEventLoop):
+    """Event loop that knows whether it has something to do."""
+
+    def __init__(self) -> None:
+        self._counting, self._threads = _CountingSelector(), 0
+        super().__init__(self._counting)
+
+    def run_in_executor(
+        self, executor: Executor | None, func: Callable[[Unpack[_Args]], _Result], *args: *_Args
+    ) -> asyncio.Future[_Result]:
+        future = super().run_in_executor(executor, func, *args)
+        self._threads += 1
+        future.add_done_callback(self._ended)
+        return future
+
+    def state(self) -> LoopState:
+        sending = sum(bool(key.events & EVENT_WRITE) for key in self._counting.get_map().values())
+        return LoopState(self._counting.work, sending, self._threads)
+
+    def _ended(self, future: asyncio.Future[Any]) -> None:
+        self._threads -= 1
+
+
 class SessionLoop:
     """Runs functions and coroutines of a session's user code. hung: threads that were left behind."""
 
     def __init__(self) -> None:
         self.hung = 0
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self._loop: _WatchedLoop | None = None
         self._stop: asyncio.Event | None = None
 
     async def run(self, function: Callable[..., Any], /, *args: Any, seconds: float, **kwargs: Any) -> Any:
@@ -74,7 +131,7 @@ class SessionLoop:
     def _started(self) -> asyncio.AbstractEventLoop:
         # User code can end a loop: SystemExit in a task, loop.stop().
         if self._loop is None or self._loop.is_closed():
-            loop, stop = asyncio.new_event_loop(), asyncio.Event()
+            loop, stop = _WatchedLoop(), asyncio.Event()
 
             def serve() -> None:
                 with asyncio.Runner(loop_factory=lambda: loop) as runner:
@@ -93,6 +150,25 @@ class SessionLoop:
             with suppress(RuntimeError):  # the loop is closed
                 self._loop.call_soon_threadsafe(self._stop.set)
         self._loop = self._stop = None
+
+    async def state(self) -> LoopState | None:
+        """State of the loop that the session's coroutines run in, after what it has to do now; None without a loop."""
+        loop = self._loop
+        if loop is None or loop.is_closed():
+            return None
+
+        found = Future[LoopState]()
+
+        def answer() -> None:
+            if found.set_running_or_notify_cancel():
+                found.set_result(loop.state())
+
+        try:
+            # Not a coroutine, whose task would be something that the loop has to do.
+            loop.call_soon_threadsafe(answer)
+        except RuntimeError:  # the user's code has ended the loop just now
+            return None
+        return await asyncio.wrap_future(found)
 
     async def _responds(self, loop: asyncio.AbstractEventLoop) -> bool:
         if loop.is_closed():

@@ -42,7 +42,8 @@ SAFE_TO_CHANGE = (
     "trainer.max_critic_ckpt_to_keep", "trainer.max_ckpt_to_keep", "trainer.export_dir", "trainer.resume_mode",
     "trainer.resume_from_path", "trainer.checkpoint.", "trainer.best_metric",
     "trainer.objective", "trainer.max_restarts", "trainer.walltime", "trainer.watch.",
-    "trainer.dry_run", "trainer.full_traceback", "trainer.private", "data.val_files", "data.val_max_samples",
+    "trainer.dry_run", "trainer.full_traceback", "trainer.private",
+    "trainer.stop_at_probability", "data.val_files", "data.val_max_samples",
     "data.val_batch_size", "data.filter_overlong_prompts_workers", "reward.num_workers",
     "reward.remote.", "reward.remote_urls", "*.urls",
     "actor_rollout_ref.rollout.val_kwargs.", "timeouts.",
@@ -67,6 +68,7 @@ SAFE_TO_CHANGE = (
     "actor_rollout_ref.rollout.agent.memory_limit_mb", "trainer.deterministic",
 )  # fmt: skip
 ADDED = {
+    "trainer.stop_at_probability": "null",
     "trainer.private": "false",
     "reward.timeout_score": "null",
     "data.tools_key": "null",

@@ -121,12 +121,12 @@ class GroupBuffer:
         """Those of the requests that an engine can work on; a session may have to wait for its agent first."""
         if self.agents is None:
             return list(ids)
-        return [session.id for session in self.sessions(ids) if session.wanted is not None]
+        return [session.id for session in self.sessions(ids) if session.calls]
 
     def requests(self, ids: Sequence[int]) -> Batch:
         """Rollout requests with what their responses have so far; see RolloutRole.advance."""
         if self.agents is not None:
-            return requests(self.sessions(ids))
+            return requests([(session, lane) for session in self.sessions(ids) for lane in session.calls])
         rows = [(self._groups[id // self.n].prompt, self._response(id)) for id in ids]
         begun = [response.column("input_ids") for _, response in rows]
         whole = [torch.cat([torch.tensor(prompt.prompt_ids), tail]) for (prompt, _), tail in zip(rows, begun, strict=True)]

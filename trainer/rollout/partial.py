@@ -181,9 +181,10 @@ class PartialRollouts:
         """Submit complete groups for scoring, the first at place ``first``; returns one batch for each."""
         n, found = self.buffer.n, list[Batch]()
         for place, group in enumerate(groups, first):
-            asked, seeds = [group.prompt] * n, [response.seed for response in group.responses]
-            questions = prompt_batch(asked, seeds, torch.tensor([response.greedy for response in group.responses]))
-            found.append(sampler.submit(group.batch(range(place * n, (place + 1) * n)), questions, asked))
+            seeds, rows = [response.seed for response in group.responses], group.batch(range(place * n, (place + 1) * n))
+            greedy = torch.tensor([response.greedy for response in group.responses])
+            questions = prompt_batch([group.prompt] * n, seeds, greedy)
+            found.append(sampler.submit(rows, questions, [group.prompt] * len(rows)))  # a session may have several
         return found
 
     def _scored(

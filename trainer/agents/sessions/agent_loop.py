@@ -33,7 +33,7 @@ from trainer.agents.formats import Format, MalformedCall, ToolCall, call_format,
 from trainer.agents.interactions import InteractionSession, UserReply
 from trainer.agents.isolation import SessionLoop, UserCodeError
 from trainer.agents.messages import Message
-from trainer.agents.sessions.protocol import Finished, Journal, Part, SampledTurn, TurnPlace, Wanted
+from trainer.agents.sessions.protocol import Finished, Journal, Part, SampledTurn, Settled, TurnPlace, Wanted
 from trainer.agents.token_loops import AgentLoopOutput, AsyncLLMServerManager, TokenOutput, load_token_loops
 from trainer.agents.toolbox import ToolBox, ToolLimits, ToolResult
 from trainer.agents.tools import AnyTool
@@ -132,7 +132,9 @@ class AgentSession:
     """One trajectory, as its loop sees it.
 
     messages: the conversation; loops append to it. finished, reward, extra: see Finished; loops set them. metrics: numbers that
-    loops add to. user_code: runs all code of the user. answered: number of turns of the model so far. waits: see Journal.
+    loops add to. user_code: runs all code of the user. answered: number of turns of the model that a call has got. owes: it was
+    given a task or a turn, and has not settled since. waits: calls without a turn; remade: those of them that were made here, not
+    only in the journal.
     """
 
     def __init__(
@@ -140,7 +142,7 @@ class AgentSession:
         journal: Journal,
         kit: AgentKit,
         user_code: SessionLoop,
-        ask: Callable[[Wanted], None],
+        ask: Callable[[Wanted | Settled], None],
         died: str | None = None,
         *,
         restarted: bool = False,
@@ -157,13 +159,16 @@ class AgentSession:
         self.extra: dict[str, Any] = {}
         self.metrics = defaultdict[str, float](float)
         self.answered = 0
-        self.waits = journal.waits
+        self._given = [(turn.key, turn.ordinal) for turn in journal.turns]
+        self.owes = True
+        self.waits, self.remade = {*journal.waits}, set[tuple[int, int]]()
         self._ask, self._died, self._restarted = ask, died, restarted
         self._turns = deque(journal.turns)
         self._outcomes = deque(journal.outcomes)
         self._new: list[Any] = []
         """Outcomes since the last message."""
-        self._arrived: asyncio.Future[None] | None = None
+        self._arrived = asyncio.Event()
+        """Set at the next turn, and replaced by a new one."""
         self._stopped: Exception | None = None
         self._rows: list[Row] = []
         """With fewer trained tokens than the tree has, if a loop decides that."""
@@ -178,15 +183,25 @@ class AgentSession:
         """Tokens of the conversation as the model has it, and of all since the first prompt."""
 
     @property
+    def given(self) -> int:
+        """Number of turns of the model so far."""
+        return len(self._given)
+
+    @property
     def is_full(self) -> bool:
         """Whether the budget of tokens is used up."""
         return self._used >= self.task.max_tokens
 
     def give(self, turn: SampledTurn) -> None:
-        """Add a sampled turn; it answers the oldest call without one."""
+        """Add a sampled turn; nothing if no call waits for it, of before the session began anew."""
+        if (turn.key, turn.ordinal) not in self.waits:
+            return
+        self.waits.remove((turn.key, turn.ordinal))
         self._turns.append(turn)
-        if self._arrived is not None and not self._arrived.done():
-            self._arrived.set_result(None)
+        self._given.append((turn.key, turn.ordinal))
+        self.owes = True
+        self._arrived.set()
+        self._arrived = asyncio.Event()
 
     async def sample(self, tools: list[Any] | None = None) -> Reply | None:
         """A turn of the model after ``messages``, which it is added to; None if the budget leaves no token for it.
@@ -403,12 +418,8 @@ class AgentSession:
 
     @property
     def repeats(self) -> bool:
-        """Whether the journal has turns that no call has got yet."""
-        return bool(self._turns)
-
-    def repeats_others(self, call: Call) -> bool:
-        """Whether the journal has turns that other calls have not got yet."""
-        return any((turn.key, turn.ordinal) != (call.key, call.ordinal) for turn in self._turns)
+        """Whether the journal has calls that were not made again yet."""
+        return bool(self._turns) or not self.waits <= self.remade
 
     def recorded(self, call: Call) -> SampledTurn | None:
         """The turn that the journal has for a call, which gets it, whatever the order of the calls."""
@@ -416,24 +427,33 @@ class AgentSession:
             if (turn.key, turn.ordinal) == (call.key, call.ordinal):
                 del self._turns[place]
                 self.answered += 1
-                if self.waits == (call.key, call.ordinal):
-                    self.waits = None
                 return turn
         return None
 
-    async def ask(self, call: Call, max_tokens: int) -> None:
-        """Wait for a turn of the model, for one call at a time. Raises SessionEnded if no user code runs any more."""
+    def ask(self, call: Call, max_tokens: int) -> None:
+        """Ask for a turn of the model. Raises SessionEnded if no user code runs any more."""
         if self._died is not None:
             raise SessionEnded(self._died)
-        self._arrived = asyncio.get_running_loop().create_future()
+        self.waits.add((call.key, call.ordinal))
+        self.remade.add((call.key, call.ordinal))
         ids = np.array(call.prompt_ids, dtype=np.int64)
         self._ask(Wanted(self.task.id, call.key, call.ordinal, ids, max_tokens, self._new, self._restarted))
         self._new, self._restarted = [], False
-        await self._arrived
+
+    def settle(self) -> None:
+        """Say that nothing more is asked for before the next turn."""
+        self.owes = False
+        self._ask(Settled())
+
+    async def arrival(self) -> None:
+        """Wait for a turn of the model."""
+        await self._arrived.wait()
 
     async def _next(self, call: Call, max_tokens: int) -> SampledTurn:
         if not self._turns:
-            await self.ask(call, max_tokens)
+            self.ask(call, max_tokens)
+            self.settle()
+            await self.arrival()
         turn = self._turns.popleft()
         if (turn.key, turn.ordinal) != (call.key, call.ordinal):
             raise SessionRefused(
@@ -449,7 +469,9 @@ class AgentSession:
             ends = [0, *accumulate(len(self.tree.nodes[i].ids) for i in row.nodes)]
             for i, start, end in zip(row.nodes, ends, ends[1:], strict=False):
                 places.setdefault(i, (row.part, start, end))  # trained in the first row that has it
-        return [TurnPlace(*places[node], call.key, call.ordinal, most) for node, call, most in self._calls]
+        found = {(call.key, call.ordinal): (node, most) for node, call, most in self._calls}
+        # In the order in which they were given: that in which calls at the same time got theirs depends on the clock.
+        return [TurnPlace(*places[found[turn][0]], *turn, found[turn][1]) for turn in self._given if turn in found]
 
     def _parts(self, rows: Sequence[Row]) -> list[Part]:
         if rows:

@@ -2,8 +2,13 @@
 
 Problem: a program makes calls when it likes, several at the same time, changes what it sends, and cannot be stopped and saved.
 Idea: a call is identified by its content (trainer/agents/tree.py), and so are its seed and its place in the conversation; neither
-depends on when it arrives. The engines work on one call of a session at a time, the others wait here. After a restart the program
-runs again from its beginning, and its calls are answered from the journal as long as the journal has them.
+depends on when it arrives. After a restart the program runs again from its beginning, and its calls are answered from the journal
+as long as the journal has them.
+
+The engines work on all calls that a session makes before it settles, from the same tick on. A coroutine has settled when the loop
+that it runs in has nothing to do and all that it has sent was read, see ``ProgramCalls._quiet``: however long it computes, the
+ticks are the same. Of a function nobody can tell what its threads are about to do: it has settled with its first call, and calls
+that its other threads make meanwhile enter a later tick. This changes neither their seeds nor their places.
 """
 
 from __future__ import annotations
@@ -12,13 +17,13 @@ import asyncio
 import inspect
 import math
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import asdict, replace
 from typing import Any
 
 from trainer.agents.formats import ToolCall
 from trainer.agents.gateway.endpoint import Endpoint, SessionClosed
-from trainer.agents.isolation import UserCodeError
+from trainer.agents.isolation import LoopState, UserCodeError
 from trainer.agents.sessions.agent_loop import KEY, AgentSession, JournalDiffers, Reply, SessionEnded, SessionRefused
 from trainer.agents.sessions.protocol import SampledTurn, Task
 from trainer.agents.tree import BrokenConversation, Call
@@ -28,6 +33,10 @@ from trainer.rewards.scoring import finite
 from trainer.run.user_code import load_function
 from workers.seeding import seed_of
 
+_TURNS = 16
+"""Turns of the endpoint's loop in which it takes what was sent to it: a connection, a request of some hundred kB, its handler."""
+_PATIENCE = 0.05
+"""Seconds that a coroutine's other threads get to make a call: clients look up things in a thread before their first one."""
 Program = Callable[[str, str, Task], float | None]
 """Runs one session, sync or async. Called with base URL, API key and task; returns the reward, or None: it is scored."""
 
@@ -48,15 +57,17 @@ class ProgramRunner:
 
     async def run(self, session: AgentSession) -> float | None:
         """Run a session: see trainer.agents.sessions.agent_loop.AgentLoop. Raises JournalDiffers."""
-        calls, program = ProgramCalls(session), self._program
+        program, blocks = self._program, not inspect.iscoroutinefunction(self._program)
+        calls = ProgramCalls(session, blocks=blocks)
         with self._endpoint.session(calls.answer) as key:
             work = asyncio.ensure_future(session.user_code.run(program, self._endpoint.url, key, session.task, seconds=math.inf))
             try:
-                reward = await calls.result(work, blocks=not inspect.iscoroutinefunction(program))
+                reward = await calls.result(work)
             finally:
                 work.cancel()
+                calls.close()
                 _describe(session)
-        if session.repeats or session.waits is not None:
+        if session.repeats:
             raise JournalDiffers("it ended before the last call of its journal")
         number = None if reward is None else finite(reward)
         if reward is not None and number is None:
@@ -65,22 +76,21 @@ class ProgramRunner:
 
 
 class ProgramCalls:
-    """The calls of one session's program."""
+    """The calls of one session's program. blocks: it is a function, with a thread of its own."""
 
-    def __init__(self, session: AgentSession) -> None:
+    def __init__(self, session: AgentSession, *, blocks: bool) -> None:
         self._session = session
+        self._blocks = blocks
         self._limit = session.kit.config.tool_timeout
-        self._next = asyncio.Lock()
-        """Of the call that the engines work on."""
-        self._repeats = session.repeats or session.waits is not None
         self._progress = asyncio.Condition()
         """Of the repetition of the journal."""
+        self._settling: asyncio.Task[None] | None = None
         self._failed: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._made = self._running = 0
         self._idle_since = asyncio.get_running_loop().time()
 
-    async def result(self, work: asyncio.Future[Any], *, blocks: bool) -> Any:
-        """What the program returns. Raises what ended the session instead. blocks: the program has a thread of its own.
+    async def result(self, work: asyncio.Future[Any]) -> Any:
+        """What the program returns. Raises what ended the session instead.
 
         A program that makes no call for as long as a tool may take is left behind.
         """
@@ -88,12 +98,17 @@ class ProgramCalls:
             now = asyncio.get_running_loop().time()
             left = self._limit if self._running else self._idle_since + self._limit - now
             if left <= 0:
-                self._session.user_code.hung += blocks
+                self._session.user_code.hung += self._blocks
                 raise UserCodeError(f"the program made no call for {self._limit:g} s", late=True)
             await asyncio.wait({work, self._failed}, timeout=left, return_when=asyncio.FIRST_COMPLETED)
             if self._failed.done():
                 self._failed.result()
         return work.result()
+
+    def close(self) -> None:
+        """Stop what is under way."""
+        if self._settling is not None:
+            self._settling.cancel()
 
     async def answer(self, request: ChatRequest) -> tuple[str, Sequence[ChatCompletion]]:
         """Completions of a request, see trainer.agents.gateway.endpoint.Answer."""
@@ -104,12 +119,15 @@ class ProgramCalls:
             name = f"{calls[0].key & (1 << 64) - 1:016x}{calls[0].ordinal}"
             return name, await asyncio.gather(*(self._complete(request, call) for call in calls))
         except (JournalDiffers, SessionEnded, SessionRefused) as error:
-            if not self._failed.done():
-                self._failed.set_exception(error)
+            self._fail(error)
             raise SessionClosed(str(error)) from error
         finally:
             self._running -= 1
             self._idle_since = asyncio.get_running_loop().time()
+
+    def _fail(self, error: Exception) -> None:
+        if not self._failed.done():
+            self._failed.set_exception(error)
 
     def _call(self, request: ChatRequest) -> Call:
         most, task = self._session.kit.config.max_assistant_turns, self._session.task
@@ -143,36 +161,64 @@ class ProgramCalls:
     async def _complete(self, request: ChatRequest, call: Call) -> ChatCompletion:
         session = self._session
         turn = session.recorded(call)
-        if turn is not None:
-            async with self._progress:
-                self._progress.notify_all()
-        else:
-            await self._repeated(call)
-            async with self._next:
-                turn = session.recorded(call)  # an engine was working on it when the process was replaced
-                if turn is None:
-                    await session.ask(call, self._most(request, call))
-                    turn = session.recorded(call)
-            assert turn is not None, "the controller answers the call that waits"
-        return self._completion(request, call, turn)
+        if turn is None:
+            if (call.key, call.ordinal) not in session.waits:
+                await self._repeated("it makes a call that its journal does not have")
+            session.ask(call, self._most(request, call))
+            await self._progressed()
+            while (turn := session.recorded(call)) is None:
+                await session.arrival()
+        completion = self._completion(request, call, turn)
+        await self._progressed()
+        return completion
 
-    async def _repeated(self, call: Call) -> None:
-        """Wait until the journal is repeated, and the call that an engine works on is made, which is asked for first."""
-
-        def is_next() -> bool:
-            waits = session.waits in (None, (call.key, call.ordinal))
-            return not self._repeats or (waits and not session.repeats_others(call))
-
-        session = self._session
-        if not self._repeats:
-            return
+    async def _progressed(self) -> None:
+        """Notice that a call was made, or has its turn."""
         async with self._progress:
-            try:
-                await asyncio.wait_for(self._progress.wait_for(is_next), self._limit)
-            except TimeoutError as error:
-                raise JournalDiffers("it makes a call that its journal does not have") from error
-            self._repeats, session.waits = False, None
             self._progress.notify_all()
+        if self._session.owes and (self._settling is None or self._settling.done()):
+            self._settling = asyncio.create_task(self._settle())
+
+    async def _repeated(self, otherwise: str) -> None:
+        """Wait until all calls of the journal were made again. Raises JournalDiffers if none is made for too long."""
+        async with self._progress:
+            while self._session.repeats:
+                try:
+                    await asyncio.wait_for(self._progress.wait(), self._limit)
+                except TimeoutError as error:
+                    raise JournalDiffers(otherwise) from error
+
+    async def _settle(self) -> None:
+        """Settle the session when the program can do nothing more before one of its calls has its turn, or after its time."""
+        session = self._session
+        try:
+            await self._repeated("it does not make a call that its journal has")
+        except JournalDiffers as error:
+            self._fail(error)
+            return
+        given = -1
+        while given != session.given and not self._blocks:
+            given = session.given
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._quiet(), self._limit)
+        # Without a call that waits it is about to make one, or to end.
+        if session.waits and session.owes:
+            session.settle()
+
+    async def _quiet(self) -> None:
+        """Wait until the coroutine's loop has nothing to do, and the endpoint has read all that it has sent."""
+        loop, seen, since = asyncio.get_running_loop(), LoopState(-1, 0, 0), 0.0
+        while True:
+            # Replies that are on their way are sent meanwhile, and what the program has sent before is read.
+            for _ in range(_TURNS):
+                await asyncio.sleep(0)
+            state = await self._session.user_code.state()
+            if state is None:
+                return
+            if state != seen:
+                seen, since = state, loop.time()
+            elif not state.sending and (not state.threads or loop.time() > since + _PATIENCE):
+                return
 
     def _completion(self, request: ChatRequest, call: Call, turn: SampledTurn) -> ChatCompletion:
         session = self._session

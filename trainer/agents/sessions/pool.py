@@ -17,9 +17,9 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import count
 from math import inf
 from types import TracebackType
@@ -27,7 +27,7 @@ from typing import Any
 
 from trainer.agents.sessions.agent_loop import AgentSetup
 from trainer.agents.sessions.process import HEADER, Marks, packed
-from trainer.agents.sessions.protocol import Finished, Journal, SampledTurn, Task, Wanted
+from trainer.agents.sessions.protocol import Finished, Journal, SampledTurn, Settled, Task, Wanted
 from workers.controller.environment import import_path
 from workers.controller.stop import kill_group
 
@@ -46,7 +46,7 @@ _CHILD = "from trainer.agents.sessions.process import main; main({fd}, {marks}, 
 
 
 class AgentPool:
-    """Pool of agent processes, a context manager. A session answers its start, and every turn, exactly once.
+    """Pool of agent processes, a context manager. A session answers its start, and turns, when it has settled or finished.
 
     deaths: processes that died and were replaced. continues: whether sessions can be continued from journals; known when ready.
     seconds_waited: in ``collect`` and ``ready``. Not thread-safe.
@@ -67,7 +67,10 @@ class AgentPool:
         """The suspect that the quarantine has."""
         self._suspects: deque[_Session] = deque()
         self._sessions: dict[int, _Session] = {}
-        self._answers: dict[int, Wanted | Finished] = {}
+        self._answers: dict[int, list[Wanted | Finished]] = {}
+        """Calls and results that were not collected yet, by session."""
+        self._due: set[int] = set()
+        """Sessions whose answer was not collected yet."""
         self._numbers = count(1)
         self._selector = selectors.DefaultSelector()
         self._looked = 0.0
@@ -84,56 +87,70 @@ class AgentPool:
             assert task.id not in self._sessions, f"session {task.id} is live"
             journal = Journal(task) if isinstance(given, Task) else given.copy()
             session = self._sessions[task.id] = _Session(journal)
+            self._due.add(task.id)
             self._place(session, self._home(session))
         self._flush()
 
-    def reply(self, turns: Mapping[int, SampledTurn]) -> None:
-        """Give sessions the turns that they want."""
-        for id, turn in turns.items():
+    def reply(self, turns: Mapping[int, Sequence[SampledTurn]]) -> None:
+        """Give sessions the turns of their calls. A turn that no call waits for is nothing: its session has begun anew."""
+        for id, of_session in turns.items():
             session = self._sessions[id]
-            assert not session.owed, f"session {id} wants no turn"
-            if session.early is not None:  # it has begun anew meanwhile: nothing waits for this turn
-                self._give(session, session.early)
-                session.early = None
-                continue
-            session.journal.turns.append(turn)
-            session.journal.waits = None
-            session.owed = True
-            if session.died is not None:
+            journal = session.journal
+            for turn in of_session:
+                if (turn.key, turn.ordinal) not in journal.waits or session.finished:
+                    continue
+                journal.waits.remove((turn.key, turn.ordinal))
+                journal.turns.append(turn)
+                session.owed = True
+                self._due.add(id)
+                if session.number and not session.leaves:
+                    assert session.process is not None
+                    self._send(session, session.process, ("turn", session.number, turn), 0)
+            if session.owed and session.died is not None and not session.number:
                 self._place(session, self._home(session))
-            elif session.number and not session.leaves:
-                assert session.process is not None
-                self._send(session, session.process, ("turn", session.number, turn), 0)
         self._flush()
 
-    def collect(self, wait: Collection[int]) -> list[Wanted | Finished]:
-        """Wait for the answers of these sessions; returns them in this order. Never waits for ever, see ``_late``.
+    def collect(self, wait: Collection[int], others: Collection[int] = ()) -> list[Wanted | Finished]:
+        """Wait until these sessions have settled or finished; returns their calls and results, session by session.
 
-        Raises ValueError for a session that cannot be trained on, RuntimeError if a process does not start.
+        others: sessions whose late calls are returned too: those that they made after they had settled. Never waits for ever, see
+        ``_late``. Raises ValueError for a session that cannot be trained on, RuntimeError if a process does not start.
         """
-        missing = {id for id in wait if id not in self._answers}
-        assert all(id in self._sessions and self._sessions[id].owed for id in missing), "a session owes no answer"
         begun = time.monotonic()
-        while missing := {id for id in missing if id not in self._answers}:
+        missing = {*wait}
+        while missing := {id for id in missing if self._sessions[id].owed}:
             self._pump(_LOOK_SECONDS)
         self.seconds_waited += time.monotonic() - begun
-        return [self._answers.pop(id) for id in wait]
+        late = [id for id in self._answers if id in others and id not in self._due and id not in wait]
+        return self._collected([*wait, *late])
 
-    def ready(self, seconds: float = 0.0) -> list[Wanted | Finished]:
-        """Answers that have arrived, at least one if there is one within ``seconds``. Raises as ``collect`` does."""
+    def ready(self, others: Collection[int], seconds: float = 0.0) -> list[Wanted | Finished]:
+        """Calls and results of these sessions that have arrived, at least one if there is one within ``seconds``.
+
+        Raises as ``collect`` does.
+        """
         begun = time.monotonic()
         while self._pump(0.0):
             pass
-        while not self._answers and (left := begun + seconds - time.monotonic()) > 0:
+        while self._answers.keys().isdisjoint(others) and (left := begun + seconds - time.monotonic()) > 0:
             self._pump(min(left, _LOOK_SECONDS))
         self.seconds_waited += time.monotonic() - begun
-        found, self._answers = [*self._answers.values()], {}
+        return self._collected([id for id in self._answers if id in others])
+
+    def _collected(self, ids: Iterable[int]) -> list[Wanted | Finished]:
+        found = list[Wanted | Finished]()
+        for id in ids:
+            self._due.discard(id)
+            found += self._answers.pop(id, ())
+            if self._sessions[id].finished:
+                del self._sessions[id]
         return found
 
     def stop(self, sessions: Iterable[int]) -> None:
         """Cancel sessions; they do not answer any more."""
         for id in sessions:
             self._answers.pop(id, None)
+            self._due.discard(id)
             session = self._sessions.pop(id, None)
             if session is None:  # it has finished
                 continue
@@ -155,7 +172,7 @@ class AgentPool:
             if process.ending is None:
                 self._drop(process)
         self._homes, self._quarantine, self._isolated = [], None, None
-        self._sessions, self._answers = {}, {}
+        self._sessions, self._answers, self._due = {}, {}, set()
         self._suspects.clear()
 
     def __enter__(self) -> AgentPool:
@@ -172,9 +189,9 @@ class AgentPool:
         return self._homes[session.journal.task.id % self._size]
 
     def _place(self, session: _Session, process: _AgentProcess) -> None:
-        """Start a session in a process, from its journal, unless it has finished early."""
+        """Start a session in a process, from its journal."""
         session.process, session.number, session.leaves, session.runs = process, 0, False, False
-        if process.drains or isinstance(session.early, Finished):  # it starts in the next one, or never
+        if process.drains:  # it starts in the next one
             return
         session.number = next(self._numbers)
         process.sessions[session.number] = session
@@ -252,45 +269,44 @@ class AgentPool:
                 continue
             process.hung, answers = content
             process.answered = time.monotonic()
-            for number, answered, message in answers:
+            for number, given, message in answers:
                 if (session := process.sessions.get(number)) is not None:
-                    self._take(process, session, answered, message)
+                    self._take(process, session, given, message)
         return True
 
-    def _take(self, process: _AgentProcess, session: _Session, answered: int, message: Any) -> None:
+    def _take(self, process: _AgentProcess, session: _Session, given: int, message: Any) -> None:
+        """given: turns that the session had when it sent the message."""
         if isinstance(message, BaseException):
             raise message
         if session.leaves:
-            if not isinstance(message, Wanted):  # it is out
+            if not isinstance(message, Wanted | Settled):  # it is out
                 del process.sessions[session.number]
                 self._return(session)
             return
-        if message.restarted:
-            session.journal = Journal(session.journal.task)
-        # Otherwise it repeats a call that was answered before the process was replaced.
-        if answered != len(session.journal.turns) and session.died is None:
+        if isinstance(message, Wanted | Finished) and message.restarted:
+            session.journal, session.asked = Journal(session.journal.task), set()
+        journal = session.journal
+        if isinstance(message, Wanted):
+            call = message.key, message.ordinal
+            if call in session.asked:  # it repeats a call of before the process was replaced
+                return
+            session.asked.add(call)
+            if call not in journal.waits:
+                journal.waits.append(call)
+        elif isinstance(message, Settled) and given != len(journal.turns):  # it gets another turn
             return
-        session.runs = False
-        if session.owed:
-            self._give(session, message)
-        elif message.restarted:  # its turn of before is in an engine; it is answered when that has ended
-            session.early = message
+        else:
+            session.runs = session.owed = False
+        if not isinstance(message, Settled):
+            journal.outcomes += message.outcomes
+            self._answers.setdefault(journal.task.id, []).append(message)
         if isinstance(message, Finished):
             del process.sessions[session.number]
+            session.process, session.number, session.finished = None, 0, True
             if session is self._isolated:
                 self._isolated = None
-        elif session is self._isolated:
+        elif isinstance(message, Settled) and session is self._isolated:
             self._leave(session, process)
-
-    def _give(self, session: _Session, message: Wanted | Finished) -> None:
-        """Take the answer that a session owes."""
-        id, session.owed = session.journal.task.id, False
-        session.journal.outcomes += message.outcomes
-        self._answers[id] = message
-        if isinstance(message, Wanted):
-            session.journal.waits = message.key, message.ordinal
-        else:
-            del self._sessions[id]
 
     def _leave(self, session: _Session, process: _AgentProcess) -> None:
         session.leaves = True
@@ -407,7 +423,7 @@ class _Session:
     """A live session. owed: the controller waits for its answer. process, number: where it is, and as what; 0: not started.
 
     runs: the process has a message of it without an answer; until deadline. leaves: it was asked to stop. died: why it is ended.
-    early: an answer before it is owed, of a session that has begun anew.
+    asked: calls that were collected, or will be. finished: it has, and its result was not collected yet.
     """
 
     journal: Journal
@@ -418,7 +434,8 @@ class _Session:
     deadline: float = inf
     leaves: bool = False
     died: str | None = None
-    early: Wanted | Finished | None = None
+    asked: set[tuple[int, int]] = field(default_factory=set)
+    finished: bool = False
 
 
 class _AgentProcess:

@@ -2,8 +2,8 @@
 
 A batch is a length (8 bytes) and a pickle. The pool sends the AgentSetup, then lists of ("start", number, (Journal, died)),
 ("turn", number, SampledTurn) and ("stop", number, None). The process sends None (ready) or an error of the setup, then
-(threads left behind, [(number, turns answered, message)]), where a message is Wanted, Finished, None (stopped) or an exception.
-Numbers belong to a start of a session, so that nothing is taken for an answer of an earlier start.
+(threads left behind, [(number, turns given, message)]), where a message is Wanted, Settled, Finished, None (stopped) or an
+exception. Numbers belong to a start of a session, so that nothing is taken for an answer of an earlier start.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import numpy as np
 from trainer.agents.isolation import SessionLoop, UserCodeError
 from trainer.agents.sessions.agent_loop import AgentKit, AgentSession, AgentSetup, JournalDiffers, SessionRefused
 from trainer.agents.sessions.agent_program import ProgramRunner
-from trainer.agents.sessions.protocol import Finished, Journal, Wanted
+from trainer.agents.sessions.protocol import Finished, Journal, Settled, Wanted
 from workers.controller.environment import limit_memory
 from workers.controller.stacks import enable_stack_reports
 from workers.controller.stop import die_with_parent
@@ -76,7 +76,7 @@ class _TrackedLoop(SessionLoop):
         self._running, self._waits = 0, False
 
     def wait(self, waits: bool) -> None:
-        """waits: a loop of the user waits for the model."""
+        """waits: the session waits for the model."""
         self._waits = waits
         self._mark()
 
@@ -135,9 +135,10 @@ class AgentServer:
                 self._running[number].task.cancel()
 
     def _start(self, number: int, journal: Journal, died: str | None) -> None:
-        def ask(wanted: Wanted) -> None:
-            loop.wait(True)
-            self._answer(number, running.session.answered, wanted)
+        def ask(message: Wanted | Settled) -> None:
+            if isinstance(message, Settled):
+                loop.wait(True)
+            self._answer(number, running.session.given, message)
 
         async def run(previous: asyncio.Task[Finished] | None) -> Finished:
             # An earlier start that was stopped may still release instances of tools, which have the same names.
@@ -171,12 +172,12 @@ class AgentServer:
                 answer = task.result()
             elif not isinstance(error, SessionRefused):  # an error of this program
                 answer = RuntimeError("".join(traceback.format_exception(error)))
-        self._answer(number, running.session.answered, answer)
+        self._answer(number, running.session.given, answer)
 
-    def _answer(self, number: int, answered: int, message: Any) -> None:
+    def _answer(self, number: int, given: int, message: Any) -> None:
         if not self._answers:
             asyncio.get_running_loop().call_soon(self._flush)
-        self._answers.append((number, answered, message))
+        self._answers.append((number, given, message))
 
     def _flush(self) -> None:
         hung = self._hung + sum(running.loop.hung for running in self._running.values())

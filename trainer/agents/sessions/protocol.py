@@ -1,7 +1,8 @@
 """What the controller and the agent processes send each other: plain data, no user code, no text that is tokenised again.
 
-A session is one trajectory. It answers every message, a task or a sampled turn, exactly once: it wants a turn of the model, or it
-has finished. So the controller knows at any time whose turn it is, and a tick waits for neither more nor less than it must.
+A session is one trajectory. It asks for turns of the model, one at a time or several, and says when it can do nothing more
+without one of them (``Settled``), or that it has finished. That is its answer to all it was given, a task or sampled turns. So
+the controller knows at any time whose turn it is, and a tick waits for neither more nor less than it must.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ class Wanted:
     """The session needs a turn of the model after ``prompt_ids`` (int64), of at most ``max_tokens`` tokens.
 
     key, ordinal: identity of the call, part of its seed. outcomes: of user code since its last message, JSON. restarted: the
-    session could not be repeated, and has begun anew: its journal is void.
+    session could not be repeated, and has begun anew: its journal and the calls before this one are void.
     """
 
     id: int
@@ -63,6 +64,11 @@ class Wanted:
     max_tokens: int
     outcomes: list[Any] = field(default_factory=list)
     restarted: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Settled:
+    """The session waits for turns of the model, and does nothing more before it gets one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,15 +123,15 @@ class Finished:
 class Journal:
     """A session so far. A process that is given it repeats the session up to here without user code and without the model.
 
-    The last turn may lack its answer: a session that was given a turn and has not answered yet. waits: key and ordinal of the
-    call that has no turn yet.
+    The last turns may lack their answer: a session that was given turns and has not answered yet. waits: key and ordinal of the
+    calls that have no turn yet.
     """
 
     task: Task
     turns: list[SampledTurn] = field(default_factory=list)
     outcomes: list[Any] = field(default_factory=list)
-    waits: tuple[int, int] | None = None
+    waits: list[tuple[int, int]] = field(default_factory=list)
 
     def copy(self) -> Journal:
         """A journal that can grow by itself."""
-        return Journal(self.task, [*self.turns], [*self.outcomes], self.waits)
+        return Journal(self.task, [*self.turns], [*self.outcomes], [*self.waits])

@@ -47,7 +47,7 @@ class Recording:
 
 @dataclass(slots=True)
 class RepeatedSession:
-    """A session that repeats a recording. turns: those that the model has sampled now."""
+    """A session that repeats a recording, one call at a time. turns: those that the model has sampled now."""
 
     id: int
     recording: Recording
@@ -122,14 +122,14 @@ class RecordedAgents:
         """Sessions that ``RecordedSessions`` has made."""
         assert all(isinstance(task, Task) and task.id in self.sessions for task in sessions), "nothing is in flight"
 
-    def reply(self, turns: Mapping[int, SampledTurn]) -> None:
-        for id, turn in turns.items():
-            self.sessions[id].turns.append(turn)
+    def reply(self, turns: Mapping[int, Sequence[SampledTurn]]) -> None:
+        for id, of_session in turns.items():
+            self.sessions[id].turns += of_session
 
-    def collect(self, wait: Collection[int]) -> list[Wanted | Finished]:
+    def collect(self, wait: Collection[int], others: Collection[int] = ()) -> list[Wanted | Finished]:
         return [self.sessions[id].answer() for id in wait]
 
-    def ready(self, seconds: float = 0.0) -> list[Wanted | Finished]:
+    def ready(self, others: Collection[int], seconds: float = 0.0) -> list[Wanted | Finished]:
         raise AssertionError("a replay runs in step")
 
     def stop(self, sessions: Iterable[int]) -> None:

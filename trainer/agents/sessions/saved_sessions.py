@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -22,21 +23,27 @@ REASONS: tuple[FinishReason, ...] = ("stop", "length")
 def pack(finished: Sequence[Batch], unfinished: Sequence[tuple[Session, Journal]]) -> dict[str, Tensor]:
     """Arrays of F finished sessions, each with its rows, and U unfinished ones, whose journals have N turns.
 
-    By unfinished session (U,): session_turns (its turns), session_partial (tokens of its interrupted turn), session_key and
-    session_ordinal (of that turn's call), session_text (bytes of its outcomes). By turn (N,): turn_key, turn_ordinal,
-    turn_reason, turn_length. By finished session (F,): finished_rows (its rows), finished_text (bytes of its facts). By row:
-    row_length, and ROWS. By token: COLUMNS of turns (turn_*), interrupted turns (partial_*) and rows (row_*), and
-    row_response_mask. outcomes, facts: the JSON texts, uint8.
+    By unfinished session (U,): session_turns (its turns), session_calls (those that wait for a turn), session_text (bytes of its
+    outcomes). By call that waits: session_key, session_ordinal, session_partial (tokens that were sampled for it). By turn (N,):
+    turn_key, turn_ordinal, turn_reason, turn_length. By finished session (F,): finished_rows (its rows), finished_text (bytes of
+    its facts). By row: row_length, and ROWS. By token: COLUMNS of turns (turn_*), interrupted turns (partial_*) and rows (row_*),
+    and row_response_mask. outcomes, facts: the JSON texts, uint8.
     """
     turns = [turn for _, journal in unfinished for turn in journal.turns]
-    calls = [session.interrupted or (session.call.key, session.call.ordinal) for session, _ in unfinished]
+    # Of a session that no flow has had since it was restored, what was saved.
+    interrupted = [
+        session.interrupted or {(one.wanted.key, one.wanted.ordinal): one.partial for one in session.calls.values()}
+        for session, _ in unfinished
+    ]
+    calls = [call for of_session in interrupted for call in of_session.items()]
     outcomes = [json.dumps(journal.outcomes).encode() for _, journal in unfinished]
     facts = [json.dumps(rows.objects["session"][0]).encode() for rows in finished]
     numbers: dict[str, list[int]] = {
         "session_turns": [len(journal.turns) for _, journal in unfinished],
-        "session_partial": [len(session.partial["input_ids"]) for session, _ in unfinished],
-        "session_key": [key for key, _ in calls],
-        "session_ordinal": [ordinal for _, ordinal in calls],
+        "session_calls": [len(of_session) for of_session in interrupted],
+        "session_key": [key for (key, _), _ in calls],
+        "session_ordinal": [ordinal for (_, ordinal), _ in calls],
+        "session_partial": [len(partial["input_ids"]) for _, partial in calls],
         "session_text": [len(text) for text in outcomes],
         "turn_key": [turn.key for turn in turns],
         "turn_ordinal": [turn.ordinal for turn in turns],
@@ -54,7 +61,7 @@ def pack(finished: Sequence[Batch], unfinished: Sequence[tuple[Session, Journal]
     arrays = {name: torch.tensor(values, dtype=torch.int64) for name, values in numbers.items()}
     for name, dtype in COLUMNS.items():
         arrays[f"turn_{name}"] = _joined([*map(torch.from_numpy, of_turns[name])], dtype)
-        arrays[f"partial_{name}"] = _joined([session.partial[name] for session, _ in unfinished], dtype)
+        arrays[f"partial_{name}"] = _joined([partial[name] for _, partial in calls], dtype)
         arrays[f"row_{name}"] = _joined([rows.tokens[name] for rows in finished], dtype)
     arrays["row_response_mask"] = _joined([rows.tokens["response_mask"] for rows in finished], torch.float32)
     arrays["outcomes"], arrays["facts"] = _bytes(outcomes), _bytes(facts)
@@ -69,13 +76,16 @@ def restore(arrays: Mapping[str, Tensor], sessions: Sequence[Session]) -> None:
         SampledTurn(key, ordinal, ids.numpy(), log_probs.numpy(), versions.numpy(), REASONS[reason])
         for key, ordinal, reason, ids, log_probs, versions in zip(*numbers, *columns, strict=True)
     )
-    partial = {name: _split(arrays, f"partial_{name}", "session_partial") for name in COLUMNS}
-    saved = (arrays[f"session_{name}"].tolist() for name in ("turns", "key", "ordinal"))
-    for place, (session, n_turns, key, ordinal, outcomes) in enumerate(
-        zip(sessions, *saved, _texts(arrays, "outcomes", "session_text"), strict=True)
+    parts = zip(*(_split(arrays, f"partial_{name}", "session_partial") for name in COLUMNS), strict=True)
+    names = (arrays[f"session_{name}"].tolist() for name in ("key", "ordinal"))
+    calls = iter(((key, n), dict(zip(COLUMNS, part, strict=True))) for key, n, part in zip(*names, parts, strict=True))
+    # Checkpoints of before sessions had several calls have one of each.
+    n_calls = arrays["session_calls"].tolist() if "session_calls" in arrays else [1] * len(sessions)
+    for session, n_turns, n, outcomes in zip(
+        sessions, arrays["session_turns"].tolist(), n_calls, _texts(arrays, "outcomes", "session_text"), strict=True
     ):
-        session.journal = Journal(session.task, [next(turns) for _ in range(n_turns)], outcomes, waits=(key, ordinal))
-        session.partial, session.interrupted = {name: of_each[place] for name, of_each in partial.items()}, (key, ordinal)
+        session.interrupted = dict(islice(calls, n))
+        session.journal = Journal(session.task, [*islice(turns, n_turns)], outcomes, [*session.interrupted])
 
 
 def unpack_rows(arrays: Mapping[str, Tensor]) -> list[Batch]:

@@ -5,13 +5,17 @@ next. Turns that end in a tick are given to the agents at its end, and their ans
 tools run while the engines generate. An answer that is late is waited for. So every request enters at a tick that depends on
 nothing but earlier ticks, and a run is repeated bitwise however long its tools take. With the wall clock answers enter at the end
 of the tick in which they arrive: the engines wait only if every session waits for a tool.
+
+A session may have several calls in the engines, each in a lane of its own. Its answer then has any number of further calls, also
+none, and turns that end before it has answered are given to it afterwards: what it does next depends on ticks alone.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
+from itertools import count, groupby
 from math import inf
 from typing import Any, Protocol
 
@@ -24,6 +28,8 @@ from workers.batch import Batch
 from workers.rollout.base import FinishReason
 from workers.seeding import seed_of
 
+_LANE = 1 << 32
+"""Ids of sessions are below it: call number ``lane`` of a session at the same time is the request id + lane * _LANE."""
 COLUMNS = {"input_ids": torch.int64, "rollout_log_probs": torch.float32, "weight_version": torch.int32}
 
 
@@ -37,11 +43,11 @@ class Agents(Protocol):
 
     def start(self, sessions: Sequence[Task | Journal]) -> None: ...
 
-    def reply(self, turns: Mapping[int, SampledTurn]) -> None: ...
+    def reply(self, turns: Mapping[int, Sequence[SampledTurn]]) -> None: ...
 
-    def collect(self, wait: Collection[int]) -> list[Wanted | Finished]: ...
+    def collect(self, wait: Collection[int], others: Collection[int] = ()) -> list[Wanted | Finished]: ...
 
-    def ready(self, seconds: float = 0.0) -> list[Wanted | Finished]: ...
+    def ready(self, others: Collection[int], seconds: float = 0.0) -> list[Wanted | Finished]: ...
 
     def stop(self, sessions: Iterable[int]) -> None: ...
 
@@ -73,55 +79,78 @@ class Flow(Protocol):
     def discard(self) -> list[Batch]: ...
 
 
+class RequestFlow(Flow, Protocol):
+    """A flow of requests, which may be forgotten."""
+
+    def forget(self, ids: Collection[int]) -> None: ...
+
+
 def _nothing() -> dict[str, torch.Tensor]:
     return {name: torch.zeros(0, dtype=dtype) for name, dtype in COLUMNS.items()}
+
+
+@dataclass(slots=True)
+class OpenCall:
+    """A call in the engines. partial: what was sampled for it before it was interrupted, by column (L,)."""
+
+    wanted: Wanted
+    partial: dict[str, torch.Tensor] = field(default_factory=_nothing)
+
+    def turn(self, sampled: Mapping[str, torch.Tensor], finished: int) -> SampledTurn:
+        """The turn that ends it. sampled: by column, after ``partial``."""
+        if len(self.partial["input_ids"]):
+            sampled = {name: torch.cat([self.partial[name], sampled[name]]) for name in COLUMNS}
+        ids, log_probs, versions = (sampled[name].numpy() for name in COLUMNS)
+        reason: FinishReason = "stop" if finished else "length"
+        return SampledTurn(self.wanted.key, self.wanted.ordinal, ids, log_probs, versions, reason)
 
 
 @dataclass(slots=True)
 class Session:
     """A session, as it is kept between two flows. id: in its flow. seed: of its turns. greedy: whatever the sampling is.
 
-    wanted: the call that it waits for; None: its process has not answered yet. partial: what was sampled for this call before it
-    was interrupted, by column (L,). journal: of a session that no process has, because it was restored from a checkpoint;
-    interrupted: key and ordinal of its call. restarted: whether it had to begin anew after that.
+    calls: those that it waits for, by lane; none: its process has not answered yet. journal: of a session that no process has,
+    because it was restored from a checkpoint; interrupted: what was sampled for its calls, by key and ordinal. restarted: whether
+    it had to begin anew after that.
     """
 
     id: int
     task: Task
     seed: int
     greedy: bool
-    wanted: Wanted | None = None
-    partial: dict[str, torch.Tensor] = field(default_factory=_nothing)
+    calls: dict[int, OpenCall] = field(default_factory=dict)
     journal: Journal | None = None
-    interrupted: tuple[int, int] | None = None
+    interrupted: dict[tuple[int, int], dict[str, torch.Tensor]] = field(default_factory=dict)
     restarted: bool = False
 
     def restart(self) -> None:
         """Begin anew: no process can repeat its journal."""
-        self.partial, self.journal, self.interrupted, self.restarted = _nothing(), None, None, True
+        self.journal, self.interrupted, self.restarted = None, {}, True
 
-    def resumed(self, wanted: Wanted) -> None:
-        """Its process has repeated the journal and waits for this call, or has begun anew."""
-        if wanted.restarted:
-            self.restart()
-        # Otherwise what was sampled for its call would continue another one.
-        elif (wanted.key, wanted.ordinal) != self.interrupted:
+    def add(self, wanted: Wanted) -> int | None:
+        """Open a call; returns its lane, or None for a call that is open: the session has made it again after it began anew."""
+        if any((one.wanted.key, one.wanted.ordinal) == (wanted.key, wanted.ordinal) for one in self.calls.values()):
+            return None
+        lane = next(lane for lane in count() if lane not in self.calls)
+        self.calls[lane] = OpenCall(wanted)
+        return lane
+
+    def renumber(self) -> None:
+        """Number the lanes from 0 on, as they are after a resume; no engine has the calls."""
+        self.calls = dict(enumerate(self.calls.values()))
+
+    def resumed(self) -> None:
+        """Its process has repeated the journal and made these calls, or has begun anew."""
+        # The lanes of the run that was not resumed, see ``renumber``.
+        saved = {call: place for place, call in enumerate(self.interrupted)}
+        in_order = sorted(self.calls.values(), key=lambda one: saved.get((one.wanted.key, one.wanted.ordinal), len(saved)))
+        self.calls = dict(enumerate(in_order))
+        # Otherwise what was sampled for a call would continue another one.
+        for call in self.calls.values():
+            call.partial = self.interrupted.pop((call.wanted.key, call.wanted.ordinal), call.partial)
+        if self.interrupted:
             raise ValueError(f"session {self.id} does not wait for the call that was saved: tools or template have changed")
-        self.wanted, self.journal, self.interrupted = wanted, None, None
-
-    @property
-    def call(self) -> Wanted:
-        """The call that it waits for."""
-        assert self.wanted is not None, "its process has answered"
-        return self.wanted
-
-    def turn(self, sampled: Mapping[str, torch.Tensor], finished: int) -> SampledTurn:
-        """The turn that ends its call. sampled: by column, after ``partial``."""
-        if len(self.partial["input_ids"]):
-            sampled = {name: torch.cat([self.partial[name], sampled[name]]) for name in COLUMNS}
-        ids, log_probs, versions = (sampled[name].numpy() for name in COLUMNS)
-        reason: FinishReason = "stop" if finished else "length"
-        return SampledTurn(self.call.key, self.call.ordinal, ids, log_probs, versions, reason)
+        self.journal = None
 
 
 class AgentSessions:
@@ -168,7 +197,7 @@ class SessionFlow:
         self,
         agents: Agents,
         sessions: Callable[[Sequence[int]], Iterable[Session]],
-        flow: Callable[[Callable[[Sequence[int]], Batch]], Flow],
+        flow: Callable[[Callable[[Sequence[int]], Batch]], RequestFlow],
         *,
         in_step: bool,
     ) -> None:
@@ -183,8 +212,10 @@ class SessionFlow:
         """The same, by the id of the task."""
         self._due: set[int] = set()
         """Tasks whose process has not answered yet."""
+        self._held: dict[int, list[SampledTurn]] = {}
+        """Turns of sessions whose process has not answered yet, by task."""
         self._early: list[Finished] = []
-        """Sessions that were restored, began anew, and have finished at once."""
+        """Sessions that were restored and have finished at once."""
         self._runs = False
         """Whether engines have calls."""
 
@@ -200,7 +231,8 @@ class SessionFlow:
             if session.journal is not None:
                 restored.add(session.task.id)
                 new.append(session.journal)
-            elif session.wanted is not None:
+            elif session.calls:
+                session.renumber()
                 known.append(session)
             else:
                 self._due.add(session.task.id)
@@ -209,16 +241,20 @@ class SessionFlow:
             self._agents.start(new)
         if restored:
             # Now: they are in the engines from the first tick on, as in the run that was not resumed.
-            for answer in self._agents.collect(restored):
+            for answer in sorted(self._agents.collect(restored), key=self._place):
                 session = self._of_task[answer.id]
-                if isinstance(answer, Finished):
-                    assert answer.restarted, "a session that has finished is not in flight"
+                if answer.restarted:
                     session.restart()
+                if isinstance(answer, Finished):
                     self._early.append(answer)
-                    continue
-                session.resumed(answer)
-                known.append(session)
-        self._enter(sorted(known, key=lambda session: session.id))
+                else:
+                    session.add(answer)
+            for session in map(self._of_task.__getitem__, restored):
+                if session.calls:
+                    session.resumed()
+                    known.append(session)
+        known.sort(key=lambda session: session.id)
+        self._enter((session, lane) for session in known for lane in session.calls)
 
     @property
     def waiting(self) -> bool:
@@ -242,16 +278,16 @@ class SessionFlow:
 
     def wait(self) -> list[Batch]:
         """Wait for the end of this tick; returns the sessions that finished."""
-        due, ended = set(self._due), self._flow.wait() if self._runs else []
+        due, ended = {*self._due}, self._flow.wait() if self._runs else []
         self._reply(ended)
         if self._in_step:
-            return self._take(self._agents.collect(due))
-        return self._take(self._agents.ready(inf if self._due and not self._flow.unfinished else 0.0))
+            return self._collect(due)
+        return self._take(self._agents.ready(self._of_task, inf if self._due and not self._flow.unfinished else 0.0))
 
     def settle(self) -> list[Batch]:
         """Wait for calls and agents; the engines keep the requests. Returns sessions that finished."""
         self._reply(self._flow.settle())
-        return self._take(self._agents.collect(self._due))
+        return self._collect_all()
 
     def suspend(self) -> tuple[list[Batch], list[Batch]]:
         """Take all requests from the engines, and wait for the agents. Returns sessions that finished; the second is empty.
@@ -262,9 +298,11 @@ class SessionFlow:
         self._reply(ended)
         for part in interrupted:
             for id, columns in _rows(part):
-                partial = self._open[id].partial
-                self._open[id].partial = {name: torch.cat([partial[name], columns[name]]) for name in COLUMNS}
-        finished = self._take(self._agents.collect(self._due))
+                lane, session = divmod(id, _LANE)
+                if session in self._open and lane in self._open[session].calls:
+                    call = self._open[session].calls[lane]
+                    call.partial = {name: torch.cat([call.partial[name], columns[name]]) for name in COLUMNS}
+        finished = self._collect_all()
         self._open, self._of_task = {}, {}
         return finished, []
 
@@ -276,60 +314,97 @@ class SessionFlow:
         return finished
 
     def _requests(self, ids: Sequence[int]) -> Batch:
-        return requests([self._open[id] for id in ids])
+        places = (divmod(id, _LANE) for id in ids)
+        return requests([(self._open[session], lane) for lane, session in places])
 
     def _reply(self, ended: Iterable[Batch]) -> None:
         """Give the turns that ended to their agents, whose answers are due from now on."""
-        turns = dict[int, SampledTurn]()
+        turns = defaultdict[int, list[SampledTurn]](list)
         for part in ended:
             finished = dict(zip(part.rows["id"].tolist(), part.rows["finished"].tolist(), strict=True))
             for id, columns in _rows(part):
-                session = self._open[id]
-                turns[session.task.id] = session.turn(columns, finished[id])
-                session.wanted, session.partial = None, _nothing()
+                lane, number = divmod(id, _LANE)
+                session = self._open.get(number)
+                if session is not None:  # it may have finished without this call
+                    turn = session.calls.pop(lane).turn(columns, finished[id])
+                    turns[session.task.id].append(turn)
+        for of_session in turns.values():
+            of_session.sort(key=lambda turn: (turn.key, turn.ordinal))
+        if self._in_step:
+            # An agent that is at work gets them when it has answered; otherwise its speed would decide what it knows.
+            for id in turns.keys() & self._due:
+                self._held[id] = turns.pop(id)
+        self._give(turns)
+
+    def _give(self, turns: Mapping[int, Sequence[SampledTurn]]) -> None:
         if turns:
             self._agents.reply(turns)
             self._due |= turns.keys()
 
+    def _collect(self, due: Collection[int]) -> list[Batch]:
+        """Wait for answers that are due, then give these agents the turns that ended meanwhile."""
+        self._due -= {*due}
+        finished = self._take(self._agents.collect(due, self._of_task))
+        held, self._held = self._held, {}
+        self._give({id: turns for id, turns in held.items() if id in self._of_task})
+        return finished
+
+    def _collect_all(self) -> list[Batch]:
+        """Wait until no agent is at work."""
+        finished = list[Batch]()
+        while self._due:
+            finished += self._collect({*self._due})
+        return finished
+
     def _take(self, answers: Iterable[Wanted | Finished]) -> list[Batch]:
-        """Requests of the sessions that want a turn, in order; rows of those that have finished."""
-        wanted, rows = list[Session](), list[Batch]()
+        """Requests of the sessions that want turns, in order; rows of those that have finished."""
+        made, rows = list[tuple[Session, int]](), list[Batch]()
         answers, self._early = [*self._early, *answers], []
-        for answer in sorted(answers, key=lambda answer: self._of_task[answer.id].id):
+        for answer in sorted(answers, key=self._place):
             self._due.discard(answer.id)
             session = self._of_task[answer.id]
             session.restarted |= answer.restarted
-            if isinstance(answer, Wanted):
-                session.wanted = answer
-                wanted.append(session)
-            else:
+            if isinstance(answer, Finished):
                 rows.append(finished_rows(session.id, answer, seed=session.seed, restarted=session.restarted))
+                self._flow.forget([session.id + lane * _LANE for lane in session.calls])
+                made = [one for one in made if one[0] is not session]
                 del self._open[session.id], self._of_task[answer.id]
-        self._enter(wanted)
+            elif (lane := session.add(answer)) is not None:
+                made.append((session, lane))
+        self._enter(made)
         return [Batch.concat(rows)] if rows else []
 
-    def _enter(self, sessions: Iterable[Session]) -> None:
+    def _place(self, answer: Wanted | Finished) -> tuple[int, ...]:
+        """Sorts answers by session and call, the result of a session last."""
+        call = (1,) if isinstance(answer, Finished) else (0, answer.key, answer.ordinal)
+        return self._of_task[answer.id].id, *call
+
+    def _enter(self, calls: Iterable[tuple[Session, int]]) -> None:
         """Queue calls; adjacent ones with the same prompt together."""
-        for _, same in groupby(sessions, key=lambda session: session.call.prompt_ids.tobytes()):
+        for _, same in groupby(calls, key=lambda one: one[0].calls[one[1]].wanted.prompt_ids.tobytes()):
             group = list(same)
-            self._flow.admit([session.id for session in group], len(group[0].call.prompt_ids))
+            session, lane = group[0]
+            prompt = session.calls[lane].wanted.prompt_ids
+            self._flow.admit([session.id + lane * _LANE for session, lane in group], len(prompt))
 
 
-def requests(sessions: Sequence[Session]) -> Batch:
-    """The calls of sessions as rows of requests, see RolloutRole.advance."""
-    calls, begun = [session.call for session in sessions], [session.partial["input_ids"] for session in sessions]
-    parts = [ids for call, more in zip(calls, begun, strict=True) for ids in (call.prompt_ids, more.numpy())]
+def requests(calls: Sequence[tuple[Session, int]]) -> Batch:
+    """Calls of sessions, each with its lane, as rows of requests, see RolloutRole.advance."""
+    opened = [session.calls[lane] for session, lane in calls]
+    begun = [one.partial["input_ids"] for one in opened]
+    wanted = [one.wanted for one in opened]
+    parts = [ids for call, more in zip(wanted, begun, strict=True) for ids in (call.prompt_ids, more.numpy())]
     rows = {
-        "id": [session.id for session in sessions],
-        "seed": [seed_of(one.seed, call.key, call.ordinal) for one, call in zip(sessions, calls, strict=True)],
+        "id": [session.id + lane * _LANE for session, lane in calls],
+        "seed": [seed_of(one.seed, call.key, call.ordinal) for (one, _), call in zip(calls, wanted, strict=True)],
         "begun": [len(more) for more in begun],
-        "max_tokens": [call.max_tokens for call in calls],
+        "max_tokens": [call.max_tokens for call in wanted],
     }
     return Batch(
-        lengths=torch.tensor([len(call.prompt_ids) + len(more) for call, more in zip(calls, begun, strict=True)]),
+        lengths=torch.tensor([len(call.prompt_ids) + len(more) for call, more in zip(wanted, begun, strict=True)]),
         tokens={"input_ids": torch.from_numpy(np.concatenate(parts))},
         rows={name: torch.tensor(values, dtype=torch.int64) for name, values in rows.items()}
-        | {"greedy": torch.tensor([session.greedy for session in sessions])},
+        | {"greedy": torch.tensor([session.greedy for session, _ in calls])},
     )
 
 

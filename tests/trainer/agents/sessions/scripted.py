@@ -14,7 +14,7 @@ from configs.schema.agents import AgentConfig, MultiTurnConfig
 from tests.trainer.agents.families import QWEN25, Family
 from trainer.agents.isolation import SessionLoop
 from trainer.agents.sessions.agent_loop import AgentKit, AgentSession, AgentSetup
-from trainer.agents.sessions.protocol import Finished, Journal, SampledTurn, Task, Wanted
+from trainer.agents.sessions.protocol import Finished, Journal, SampledTurn, Settled, Task, Wanted
 
 TOOLS = '''
 import asyncio, os, threading, time
@@ -222,7 +222,7 @@ def converse(kit: AgentKit, journal: Journal, model: Model, *, most: int | None 
     """Run a session in this process until it ends, or wants more turns than ``most``; the journal grows."""
 
     async def main() -> Finished | Wanted:
-        wanted: asyncio.Queue[Wanted] = asyncio.Queue()
+        wanted: asyncio.Queue[Wanted | Settled] = asyncio.Queue()
         loop = SessionLoop()
         session = AgentSession(copy.deepcopy(journal), kit, loop, wanted.put_nowait)
         running = asyncio.create_task(session.run())
@@ -230,8 +230,10 @@ def converse(kit: AgentKit, journal: Journal, model: Model, *, most: int | None 
             while True:
                 asked = asyncio.create_task(wanted.get())
                 await asyncio.wait({running, asked}, return_when=asyncio.FIRST_COMPLETED)
-                answer: Wanted | Finished = asked.result() if asked.done() else await running
+                answer: Wanted | Settled | Finished = asked.result() if asked.done() else await running
                 asked.cancel()
+                if isinstance(answer, Settled):
+                    continue
                 journal.outcomes += json.loads(json.dumps(answer.outcomes))
                 if isinstance(answer, Finished) or (most is not None and len(journal.turns) >= most):
                     return answer

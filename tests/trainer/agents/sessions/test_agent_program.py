@@ -17,10 +17,11 @@ from trainer.agents.isolation import SessionLoop
 from trainer.agents.sessions.agent_loop import AgentKit, AgentSession, AgentSetup, SessionRefused
 from trainer.agents.sessions.agent_program import JournalDiffers, ProgramRunner
 from trainer.agents.sessions.pool import AgentPool
-from trainer.agents.sessions.protocol import Finished, Journal, SampledTurn, Wanted
+from trainer.agents.sessions.protocol import Finished, Journal, SampledTurn, Settled, Wanted
 
 PROGRAM = '''
 import asyncio, json, os, random, threading, time
+from concurrent.futures import ThreadPoolExecutor
 from urllib.request import Request, urlopen
 from anthropic import Anthropic
 from openai import AsyncOpenAI, OpenAI, APIStatusError
@@ -65,6 +66,66 @@ async def converse(base_url, api_key, task):
                     if kind != "drop":
                         open_ones.append([*messages, turn, *(after or [{"role": "user", "content": f"ab {len(open_ones)}"}])])
     return float(len(served))
+
+
+async def crowd(base_url, api_key, task):
+    """Five calls at the same time, three times, each after some work: of the loop, of a thread, of tasks of its own."""
+    async with AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
+        async def ask(round, one):
+            if one == 1:
+                time.sleep(0.01)
+            elif one == 2:
+                await asyncio.to_thread(time.sleep, 0.01)
+            elif one == 3:
+                for _ in range(20):
+                    await asyncio.sleep(0)
+            message = {"role": "user", "content": f"{round} {one}"}
+            long = "x" * 10 ** (one + 1)
+            return await client.chat.completions.create(model="policy", messages=[message], user=long)
+
+        for round in range(3):
+            ones = [*range(1, 6)]
+            random.shuffle(ones)
+            await asyncio.gather(*(ask(round, one) for one in ones))
+    return 1.0
+
+
+def threads(base_url, api_key, task):
+    """The same calls by threads."""
+    client = OpenAI(base_url=base_url, api_key=api_key, max_retries=0)
+
+    def ask(name):
+        time.sleep(random.random() / 100)
+        return client.chat.completions.create(model="policy", messages=[{"role": "user", "content": name}])
+
+    with ThreadPoolExecutor(5) as pool:
+        for round in range(3):
+            [*pool.map(ask, [f"{round} {one}" for one in range(5)])]
+    return 1.0
+
+
+async def race(base_url, api_key, task):
+    """Ends with the first of two calls; one more is given up by its client, and is sampled nevertheless."""
+    async with AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
+        async def ask(text, **options):
+            return await client.chat.completions.create(model="policy", messages=[{"role": "user", "content": text}], **options)
+
+        given_up = asyncio.create_task(ask("a"))
+        await asyncio.sleep(0.2)
+        given_up.cancel()
+        done, _ = await asyncio.wait({asyncio.ensure_future(ask(text)) for text in ("ab", "ba")}, return_when="FIRST_COMPLETED")
+        return float(len(done))
+
+
+async def greedy(base_url, api_key, task):
+    """More calls at the same time than it may make; returns how many were answered."""
+    async with AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
+        async def ask(n):
+            return await client.chat.completions.create(model="policy", messages=[{"role": "user", "content": str(n)}])
+
+        found = await asyncio.gather(*(ask(n) for n in range(6)), return_exceptions=True)
+        ERRORS[task.id] = [one.status_code for one in found if isinstance(one, APIStatusError)]
+        return float(sum(not isinstance(one, Exception) for one in found))
 
 
 def line(base_url, api_key, task):
@@ -251,13 +312,22 @@ def run(
     *,
     most: int | None = None,
     model: Callable[[Wanted], SampledTurn] = model,
+    chance: Random | None = None,
+    early: Iterable[SampledTurn] = (),
+    settled: list[int] | None = None,
 ) -> dict[int, Finished | Wanted | Exception]:
-    """Run sessions together until each has finished, wants more turns than ``most``, or failed; the journals grow."""
+    """Run sessions together until each has finished, wants more turns than ``most``, or failed; the journals grow.
+
+    early: turns that arrive before the program has begun. Calls get their turns when the session has settled: all of them, or
+    with ``chance`` any of them, in any order. settled: gets the number of calls each time.
+    """
 
     async def one(journal: Journal) -> Finished | Wanted | Exception:
-        wanted, loop = asyncio.Queue[Wanted](), SessionLoop()
+        wanted, loop, calls = asyncio.Queue[Wanted | Settled](), SessionLoop(), list[Wanted]()
         session = AgentSession(copy.deepcopy(journal), kit, loop, wanted.put_nowait)
         running = asyncio.create_task(session.run(runner.run))
+        for turn in early:
+            session.give(turn)
         try:
             while True:
                 asked = asyncio.create_task(wanted.get())
@@ -269,11 +339,23 @@ def run(
                         running.result() if error is None else error if isinstance(error, Exception) else pytest.fail(str(error))
                     )
                 answer = asked.result()
-                if most is not None and len(journal.turns) >= most:
-                    journal.waits = answer.key, answer.ordinal
-                    return answer
-                journal.turns.append(model(answer))
-                session.give(journal.turns[-1])
+                if isinstance(answer, Wanted):
+                    calls.append(answer)
+                    continue
+                if settled is not None:
+                    settled.append(len(calls))
+                if chance is not None:
+                    chance.shuffle(calls)
+                n = len(calls) if chance is None else chance.randint(1, len(calls))
+                if most is not None and len(journal.turns) + n > most:
+                    n = most - len(journal.turns)
+                for call in calls[:n]:
+                    journal.turns.append(model(call))
+                    session.give(journal.turns[-1])
+                calls = calls[n:]
+                if n == 0:
+                    journal.waits = [(call.key, call.ordinal) for call in calls]
+                    return calls[0]
         finally:
             running.cancel()
             await asyncio.wait({running})
@@ -338,8 +420,51 @@ def test_every_client_has_the_same_conversation(folder: Path, given: AgentSetup)
 
 def test_order_of_calls_changes_nothing(folder: Path, given: AgentSetup) -> None:
     runner, kit = ProgramRunner(f"{folder}/program.py:converse"), AgentKit(given)
-    first, second = (run(runner, kit, [Journal(task(id)) for id in range(24)]) for _ in range(2))
-    assert [facts(finished(answer)) for answer in first.values()] == [facts(finished(answer)) for answer in second.values()]
+    expected = [facts(finished(answer)) for answer in run(runner, kit, [Journal(task(id)) for id in range(24)]).values()]
+    for seed in range(3):  # calls arrive after random delays, and get their turns in random order, some long after others
+        found = run(runner, kit, [Journal(task(id)) for id in range(24)], chance=Random(seed))
+        assert [facts(finished(answer)) for answer in found.values()] == expected
+
+
+def test_a_coroutine_settles_with_all_calls_that_it_can_make(folder: Path, given: AgentSetup) -> None:
+    """Whatever it computes before, and however many sessions the process has: nothing here depends on the machine's speed."""
+    runner, kit, settled = ProgramRunner(f"{folder}/program.py:crowd"), AgentKit(given), list[int]()
+    found = run(runner, kit, [Journal(task(id)) for id in range(12)], settled=settled)
+    assert all(finished(answer).reward == 1.0 for answer in found.values())
+    assert settled == [5] * 3 * 12
+
+
+def test_a_function_settles_with_its_first_call_and_its_threads_change_nothing(folder: Path, given: AgentSetup) -> None:
+    runner, kit, settled = ProgramRunner(f"{folder}/program.py:threads"), AgentKit(given), list[int]()
+    expected = [facts(finished(answer)) for answer in run(runner, kit, [Journal(task(id)) for id in range(4)]).values()]
+    found = run(runner, kit, [Journal(task(id)) for id in range(4)], settled=settled, chance=Random(1))
+    assert [facts(finished(answer)) for answer in found.values()] == expected
+    assert min(settled) == 1 < max(settled)
+    assert len({part.input_ids.tobytes() for part in finished(found[0]).parts}) == 15
+
+
+def test_calls_over_the_limit_are_refused_also_at_the_same_time(folder: Path) -> None:
+    runner = ProgramRunner(f"{folder}/program.py:greedy")
+    end = finished(run(runner, AgentKit(setup(folder, max_assistant_turns=4)), [Journal(task(0))])[0])
+    assert end.reward == 4.0 and end.metrics["turns"] == 4 and names_of(runner)["ERRORS"][0] == [400, 400]
+
+
+def test_a_program_that_ends_gives_up_its_calls(folder: Path) -> None:
+    with AgentPool(setup(folder, program=f"{folder}/program.py:race")) as pool:
+        pool.start([task(0)])
+        (first,) = pool.collect([0])
+        others = list[Wanted | Finished]()
+        while len(others) < 2:  # the program has given up its first call, which is in the engines
+            others += pool.ready([0], 60.0)
+        assert isinstance(first, Wanted) and all(isinstance(one, Wanted) for one in others)
+        pool.reply({0: [model(first)]})
+        assert pool.collect([0]) == [], "it waits for the others"
+        assert isinstance(others[1], Wanted)
+        pool.reply({0: [model(others[1])]})
+        end = finished(pool.collect([0])[0])
+        assert end.reward == 1.0 and end.metrics["turns"] == 2 == len(end.parts), "the call without a client is trained"
+        with pytest.raises(KeyError):
+            pool.journal(0)
 
 
 @pytest.mark.parametrize("turns", [0, 1, 2, 3])
@@ -363,9 +488,8 @@ def test_a_turn_that_ends_while_the_program_starts_again_answers_its_call(folder
     journal = Journal(task(8))
     waiting = run(runner, kit, [journal], most=1)[8]
     assert isinstance(waiting, Wanted)
-    journal.turns.append(model(waiting))
-    assert journal.waits == (waiting.key, waiting.ordinal)
-    end = finished(run(runner, kit, [journal])[8])
+    assert journal.waits == [(waiting.key, waiting.ordinal)]
+    end = finished(run(runner, kit, [journal], early=[model(waiting)])[8])
     assert facts(end) == facts(finished(run(runner, kit, [Journal(task(8))])[8]))
 
 
@@ -430,22 +554,21 @@ def test_processes_that_die_are_replaced_and_changed_programs_begin_anew(folder:
         pool.start([task(id) for id in (0, 1, 3)])
         wanted = {answer.id: answer for answer in pool.collect([0, 1, 3]) if isinstance(answer, Wanted)}
         assert wanted.keys() == {0, 1, 3} and not any(answer.restarted for answer in wanted.values())
-        pool.reply({1: model(wanted[1])})  # it ends the process; the others wait for engines
+        pool.reply({1: [model(wanted[1])]})  # it ends the process; the others wait for engines
         (second,) = pool.collect([1])
         assert isinstance(second, Wanted) and not second.restarted and pool.deaths == 1
-        while pool._sessions[3].early is None:  # an engine still works on its call of before
-            assert pool.ready(0.2) == []
-        pool.reply({0: model(wanted[0]), 1: model(second), 3: model(wanted[3])})
-        zero, one, three = pool.collect([0, 1, 3])
+        (three,) = pool.ready([3], 60.0)  # an engine still works on its call of before
+        assert isinstance(three, Wanted) and three.restarted and three.key != wanted[3].key
+        pool.reply({0: [model(wanted[0])], 1: [model(second)], 3: [model(wanted[3])]})
+        zero, one = pool.collect([0, 1], [3])
         assert isinstance(zero, Wanted) and not zero.restarted
         assert isinstance(one, Finished) and one.reward == 2.0 and one.metrics["turns"] == 2
-        assert isinstance(three, Wanted) and three.restarted and three.key != wanted[3].key
         assert pool.journal(3).turns == [], "the turn that an engine has sampled is of a call that is no longer made"
-        pool.reply({0: model(zero), 3: model(three)})
+        pool.reply({0: [model(zero)], 3: [model(three)]})
         zero, three = pool.collect([0, 3])
         assert isinstance(zero, Finished) and zero.metrics["turns"] == 2
         assert isinstance(three, Wanted) and not three.restarted
-        pool.reply({3: model(three)})
+        pool.reply({3: [model(three)]})
         (three,) = pool.collect([3])
         assert isinstance(three, Finished) and three.metrics["turns"] == 2 and three.reward == 2.0
         assert pool.deaths == 1
@@ -459,7 +582,7 @@ def test_many_programs_at_once(n: int, folder: Path) -> None:
         for _ in range(2):
             wanted = [answer for answer in pool.collect(ids) if isinstance(answer, Wanted)]
             assert len(wanted) == n, "all wait for the engines at the same time"
-            pool.reply({answer.id: model(answer) for answer in wanted})
+            pool.reply({answer.id: [model(answer)] for answer in wanted})
         ends = [finished(answer) for answer in pool.collect(ids)]
         assert all(end.reward == 1.0 and end.metrics["turns"] == 2 for end in ends) and pool.deaths == 0
 

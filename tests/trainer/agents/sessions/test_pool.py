@@ -5,6 +5,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -24,7 +25,7 @@ from tests.trainer.agents.sessions.scripted import (
 from trainer.agents.sessions import pool as pool_module
 from trainer.agents.sessions.agent_loop import AgentKit, AgentSetup
 from trainer.agents.sessions.pool import AgentPool
-from trainer.agents.sessions.protocol import Finished, Journal, Wanted
+from trainer.agents.sessions.protocol import Finished, Journal, Settled, Wanted
 
 SECONDS = 3.0
 """Limit of a tool. Starting a process takes most of the time of these tests, and most share a pool."""
@@ -55,7 +56,7 @@ def drive(pool: AgentPool, model: Model, sessions: set[int]) -> Iterator[dict[in
         assert [answer.id for answer in answers] == wait
         done |= {answer.id: answer for answer in answers if isinstance(answer, Finished)}
         wanted = [answer for answer in answers if isinstance(answer, Wanted)]
-        pool.reply({answer.id: model(answer, turns[answer.id]) for answer in wanted})
+        pool.reply({answer.id: [model(answer, turns[answer.id])] for answer in wanted})
         for answer in wanted:
             turns[answer.id] += 1
         yield done
@@ -64,7 +65,7 @@ def drive(pool: AgentPool, model: Model, sessions: set[int]) -> Iterator[dict[in
 def finish(pool: AgentPool, lines: Mapping[int, list[str]], **changes: Any) -> dict[int, Finished]:
     pool.start([task(id, prompt=f"ab {id}", **changes) for id in lines])
     *_, done = drive(pool, script(lines), {*lines})
-    assert pool.ready() == []
+    assert pool.ready(range(1000)) == []
     return done
 
 
@@ -164,14 +165,35 @@ def test_sessions_continue_from_their_journals(pool: AgentPool, given: AgentSetu
 def test_a_call_that_was_answered_before_and_is_repeated_is_no_answer(given: AgentSetup) -> None:
     pool, anywhere = AgentPool(given), cast(Any, None)
     wanted = Wanted(0, 1, 0, np.zeros(1, dtype=np.int64), 100)
-    session = pool._sessions[0] = pool_module._Session(Journal(task(0), [sampled(wanted, "ab")]))
+    session = pool._sessions[0] = pool_module._Session(Journal(task(0)))
     pool._take(anywhere, session, 0, wanted)
+    assert session.owed and session.journal.waits == [(1, 0)], "it may make other calls"
+    pool._take(anywhere, session, 0, Settled())
+    assert not session.owed and pool.collect([0]) == [wanted]
+    pool.reply({0: [sampled(wanted, "ab"), sampled(replace(wanted, key=2), "ab")]})
+    assert session.owed and len(session.journal.turns) == 1 and not session.journal.waits
+    for message in (wanted, Settled()):  # the process was replaced, and does not have the turn yet
+        pool._take(anywhere, session, 0, message)
     assert session.owed and not pool._answers
-    pool._take(anywhere, session, 1, wanted)
-    assert not session.owed and pool._answers == {0: wanted}
-    pool._answers.clear()
-    pool._take(anywhere, session, 1, wanted)
-    assert not pool._answers
+    pool._take(anywhere, session, 1, Settled())
+    assert not session.owed and pool.collect([0]) == []
+
+
+def test_late_calls_are_collected_with_those_of_others_but_never_before_an_answer_that_is_due(given: AgentSetup) -> None:
+    pool, anywhere = AgentPool(given), cast(Any, None)
+    first, late, third = (Wanted(0, key, 0, np.zeros(1, dtype=np.int64), 100) for key in (1, 2, 3))
+    session = pool._sessions[0] = pool_module._Session(Journal(task(0)))
+    for message in (first, Settled()):
+        pool._take(anywhere, session, 0, message)
+    assert pool.collect([0]) == [first]
+    pool._take(anywhere, session, 0, late)
+    assert pool.collect([], [7]) == [] and pool.collect([], [0]) == [late], "of the flow that has the session"
+    pool.reply({0: [sampled(first, "ab")]})
+    pool._take(anywhere, session, 1, third)
+    assert pool.collect([], [0]) == [], "it belongs to the answer"
+    pool._take(anywhere, session, 1, Settled())
+    assert pool.collect([], [0]) == [] and pool.collect([0]) == [third]
+    assert session.journal.waits == [(2, 0), (3, 0)]
 
 
 def test_a_process_with_threads_left_behind_is_replaced_between_messages(
@@ -260,18 +282,18 @@ def test_stopped_sessions_answer_no_more_and_their_ids_can_be_used_again(pool: A
     *_, done = drive(pool, script({0: good(0)}), {0})
     assert facts(done[0]) == alone(given, {0: good(0)})[0]
     pool.stop([2, 3])
-    assert pool.ready() == []
+    assert pool.ready(range(1000)) == []
 
 
 def test_answers_are_there_as_soon_as_they_are_given(pool: AgentPool) -> None:
     pool.start([task(0), task(1)])
     found: list[Any] = []
     while len(found) < 2:
-        found += pool.ready(60.0)
-    assert {answer.id for answer in found} == {0, 1} and pool.ready(0.01) == []
+        found += pool.ready([0, 1], 60.0)
+    assert {answer.id for answer in found} == {0, 1} and pool.ready([0, 1], 0.01) == []
     first = next(answer for answer in found if answer.id == 0)
-    pool.reply({0: sampled(first, "end")})
-    (answer,) = pool.ready(60.0)
+    pool.reply({0: [sampled(first, "end")]})
+    (answer,) = pool.ready([0], 60.0)
     assert isinstance(answer, Finished) and answer.id == 0
     pool.stop([1])
 
@@ -289,7 +311,7 @@ def test_the_end_of_a_pool_is_the_end_of_its_processes_and_of_what_they_started(
         pool.start([task(0)])
         (wanted,) = pool.collect([0])
         assert isinstance(wanted, Wanted)
-        pool.reply({0: sampled(wanted, call("harm", how="fork"))})
+        pool.reply({0: [sampled(wanted, call("harm", how="fork"))]})
         pool.collect([0])
         pids = [process.pid for process in pool._homes]
     for pid in pids:

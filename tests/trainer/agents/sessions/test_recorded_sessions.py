@@ -114,7 +114,7 @@ def begun(agents: RecordedAgents, seed: int) -> int:
 def repeat(agents: RecordedAgents, id: int, model: Model) -> tuple[Finished, list[Wanted]]:
     calls: list[Wanted] = []
     while isinstance((answer := agents.collect([id])[0]), Wanted):
-        agents.reply({id: model(answer, len(calls))})
+        agents.reply({id: [model(answer, len(calls))]})
         calls.append(answer)
     return answer, calls
 

@@ -5,6 +5,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import product
 
 import numpy as np
 import pytest
@@ -26,6 +27,9 @@ class Script:
 
     journal: Journal
     messages: int = 0
+
+    def answers(self) -> list[Wanted | Finished]:
+        return [self.answer()]
 
     def answer(self) -> Wanted | Finished:
         task, turns = self.journal.task, self.journal.turns
@@ -52,15 +56,69 @@ class Script:
         return Wanted(task.id, seed_of("call", *ids), 0, np.array(ids), left, new)
 
 
+@dataclass
+class Fork(Script):
+    """Calls at the same time: a call, then up to 3 branches of up to 3 calls each, then one with what all have ended with.
+
+    Each call is a row of its own. The calls depend on the turns that it has, in whatever order they came.
+    """
+
+    made: set[int] = field(default_factory=set)
+
+    def answers(self) -> list[Wanted | Finished]:
+        task, draw = self.journal.task, random.Random(str(self.journal.task.prompt))
+        turns = {turn.key: turn for turn in self.journal.turns}
+        calls, parts = dict[int, list[int]](), list[Part]()
+
+        def call(*name: object) -> list[int] | None:
+            """Tokens of a turn, None if it was not sampled yet."""
+            key = seed_of("fork", str(task.prompt), *name)
+            calls[key] = [seed_of(key) % 50, len(name)]
+            turn = turns.get(key)
+            if turn is None:
+                return None
+            n = len(turn.token_ids)
+            columns = (np.array([0.0, 0.0, *turn.log_probs], np.float32), np.array([-1, -1, *turn.versions], np.int32))
+            parts.append(Part(np.array([*calls[key], *turn.token_ids]), np.array([0, 0, *[1] * n], bool), *columns, 2))
+            return [int(token) for token in turn.token_ids]
+
+        ends, last = list[list[int] | None](), None
+        if (first := call("first")) is not None:
+            for branch in range(draw.randint(1, 3)):
+                ends.append(first)
+                for step in range(draw.randint(1, 3)):
+                    ends[-1] = call(branch, step, ends[-1])
+                    if ends[-1] is None:
+                        break
+            if self.early or all(end is not None for end in ends):
+                last = call("last", *ends)
+        if last is not None or (self.early and any(end is not None for end in ends)):
+            return [Finished(task.id, parts, True, None, {"n": len(parts)}, {"turns": float(len(parts))}, [])]
+        new = [key for key in calls if key not in turns and key not in self.made]
+        self.made |= {*new}
+        return [Wanted(task.id, key, 0, np.array(calls[key]), 12) for key in new]
+
+    early = False
+
+
+class Race(Fork):
+    """Ends with the first branch that has ended; the other calls are given up."""
+
+    early = True
+
+
 class Agents:
     """Agent processes whose answers to a message take a drawn number of questions. calls: user code that ran."""
 
     continues = True
+    program: type[Script] = Script
 
     def __init__(self, seed: int = 0) -> None:
         self.draw = random.Random(seed)
         self.scripts: dict[int, Script] = {}
-        self.answers: dict[int, Wanted | Finished] = {}
+        self.answers: dict[int, list[Wanted | Finished]] = {}
+        self.most = 0
+        """Calls of a session without a turn."""
         self.calls = 0
         self.seconds_waited = 0.0
 
@@ -71,27 +129,36 @@ class Agents:
         for one in sessions:
             journal = one if isinstance(one, Journal) else Journal(one)
             assert journal.task.id not in self.scripts
-            self.scripts[journal.task.id] = Script(deepcopy(journal))
+            self.scripts[journal.task.id] = self.program(deepcopy(journal))
             self._answer(journal.task.id)
 
-    def reply(self, turns: Mapping[int, SampledTurn]) -> None:
-        for id, turn in turns.items():
-            assert id not in self.answers, "one message at a time"
-            self.scripts[id].journal.turns.append(turn)
+    def reply(self, turns: Mapping[int, Sequence[SampledTurn]]) -> None:
+        for id, of_session in turns.items():
+            assert id not in self.answers or self.program is Fork, "one message at a time"
+            journal = self.scripts[id].journal
+            for turn in of_session:
+                assert (turn.key, turn.ordinal) in journal.waits, "a turn for each call"
+                journal.waits.remove((turn.key, turn.ordinal))
+                journal.turns.append(turn)
             self._answer(id)
 
     def _answer(self, id: int) -> None:
-        answer = self.scripts[id].answer()
-        self.calls += len(answer.outcomes)
-        self.scripts[id].journal.outcomes += answer.outcomes
-        self.answers[id] = answer
+        journal = self.scripts[id].journal
+        for answer in self.scripts[id].answers():
+            self.calls += len(answer.outcomes)
+            journal.outcomes += answer.outcomes
+            if isinstance(answer, Wanted) and (answer.key, answer.ordinal) not in journal.waits:
+                journal.waits.append((answer.key, answer.ordinal))
+            self.answers.setdefault(id, []).append(answer)
+        self.answers.setdefault(id, [])
+        self.most = max(self.most, len(journal.waits))
 
-    def collect(self, wait: Collection[int]) -> list[Wanted | Finished]:
-        found = [self.answers.pop(id) for id in wait]
+    def collect(self, wait: Collection[int], others: Collection[int] = ()) -> list[Wanted | Finished]:
+        found = [answer for id in wait for answer in self.answers.pop(id, ())]
         self.draw.shuffle(found)
         return found
 
-    def ready(self, seconds: float = 0.0) -> list[Wanted | Finished]:
+    def ready(self, others: Collection[int], seconds: float = 0.0) -> list[Wanted | Finished]:
         assert self.answers or not seconds, "waits for ever"
         waited = [self.draw.choice([*self.answers])] if seconds else []
         return self.collect([id for id in self.answers if id in waited or self.draw.random() < 0.5])
@@ -115,6 +182,7 @@ class Turns:
     admitted: list[tuple[int, ...]] = field(default_factory=list)
     running: dict[int, tuple[Batch, list[int]]] = field(default_factory=dict)
     new: list[int] = field(default_factory=list)
+    forgotten: int = 0
     waiting: bool = False
     has_lost: bool = False
 
@@ -125,6 +193,11 @@ class Turns:
     def admit(self, ids: Sequence[int], prompt_tokens: int) -> None:
         self.admitted.append((*ids, prompt_tokens))
         self.new += ids
+
+    def forget(self, ids: Collection[int]) -> None:
+        self.forgotten += len(ids)
+        self.new = [id for id in self.new if id not in ids]
+        self.running = {id: one for id, one in self.running.items() if id not in ids}
 
     def start(self) -> bool:
         for id in self.new:
@@ -220,7 +293,7 @@ def test_agents_work_while_the_engines_generate() -> None:
     of_id = {id: new_session(sessions, id) for id in range(8)}
     flow = SessionFlow(agents, lambda ids: [of_id[id] for id in ids], lambda requests: Turns(requests, 1), in_step=True)
     flow.admit([0, 1], 1)
-    assert flow.start() and not flow.wait() and of_id[0].wanted is not None
+    assert flow.start() and not flow.wait() and of_id[0].calls
     flow.admit([2, 3], 1)
     overlapped = 0
     while flow.start():
@@ -236,9 +309,9 @@ class Slow(Agents):
 
     flow: SessionFlow
 
-    def ready(self, seconds: float = 0.0) -> list[Wanted | Finished]:
+    def ready(self, others: Collection[int], seconds: float = 0.0) -> list[Wanted | Finished]:
         assert not (seconds and self.flow._flow.unfinished), "the engines could work"
-        return super().ready(seconds) if seconds else []
+        return super().ready(others, seconds) if seconds else []
 
 
 def test_wall_clock_waits_for_agents_only_if_all_sessions_do() -> None:
@@ -256,10 +329,12 @@ def test_wall_clock_waits_for_agents_only_if_all_sessions_do() -> None:
     assert trained(finished) == trained(run(8, step=1)[0])
 
 
+@pytest.mark.parametrize("program", [Script, Fork])
 @pytest.mark.parametrize("restarts", [False, True])
-def test_interrupted_sessions_continue_bitwise(restarts: bool) -> None:
+def test_interrupted_sessions_continue_bitwise(restarts: bool, program: type[Script], monkeypatch: pytest.MonkeyPatch) -> None:
     """Suspended at any tick, as between two steps; with restarts also from the arrays of a checkpoint, in new processes."""
-    expected = trained(run(12, step=4)[0])
+    monkeypatch.setattr(Agents, "program", program)
+    expected, most = trained(run(12, step=4)[0]), 0
     for seed in range(12):
         draw, agents = random.Random(seed), Agents(seed)
         sessions = AgentSessions(agents, max_prompt=8, max_tokens=MOST)
@@ -278,19 +353,20 @@ def test_interrupted_sessions_continue_bitwise(restarts: bool) -> None:
             ended = [*drive(flow, draw.randint(1, 4))]
             ended += flow.suspend()[0]
             for part in ended:
-                for row, id in enumerate(part.rows["id"].tolist()):
-                    of_id[id] = part.select([row])
+                of_row = part.rows["id"]
+                of_id |= {id: part.select((of_row == id).nonzero().flatten()) for id in of_row.unique().tolist()}
             version += 1
             if restarts:
                 rows = [one for one in of_id.values() if isinstance(one, Batch)]
                 unfinished = [one for one in of_id.values() if isinstance(one, Session)]
                 arrays = pack(rows, [(one, agents.journal(one.task.id)) for one in unfinished])
+                most = max(most, *(len(one.calls) for one in unfinished), 0)
                 n_calls, agents = n_calls + agents.calls, Agents(seed + 100)
                 sessions = AgentSessions(agents, max_prompt=8, max_tokens=MOST)
                 again = [new_session(sessions, one.id) for one in unfinished]
                 restore(arrays, again)
-                calls = [(one.call.key, one.call.ordinal) if one.wanted else one.interrupted for one in unfinished]
-                assert [one.journal.waits for one in again if one.journal is not None] == calls
+                calls = [{(c.wanted.key, c.wanted.ordinal) for c in one.calls.values()} for one in unfinished]
+                assert [{*one.journal.waits} for one in again if one.journal is not None] == calls
                 of_id |= {one.id: one for one in again}
                 ended_ids = [id for id, one in of_id.items() if isinstance(one, Batch)]
                 of_row = zip(ended_ids, unpack_rows(arrays), strict=True)
@@ -300,7 +376,57 @@ def test_interrupted_sessions_continue_bitwise(restarts: bool) -> None:
         versions = Batch.concat(finished).tokens["weight_version"]
         assert versions.max() > 1, "tokens of several versions"
         n_turns = sum(one.objects["session"][0]["extra"]["n"] for one in finished)
-        assert n_calls + agents.calls == n_turns, "no user code ran twice"
+        assert n_calls + agents.calls == (n_turns if program is Script else 0), "no user code ran twice"
+    assert (most > 2) == (restarts and program is Fork), "several interrupted calls of a session in a checkpoint"
+
+
+@pytest.mark.parametrize("program", [Fork, Race])
+def test_calls_at_the_same_time_enter_and_end_at_the_same_ticks_however_the_agents_answer(
+    program: type[Script], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Agents, "program", program)
+    agents = Agents()
+    first, flow = run(20, step=3, agents=agents)
+    assert agents.most >= 3 and len({id for ids in flow.admitted for id in ids[:-1]}) > 30, "more requests than sessions"
+    assert (flow.forgotten > 5) == (program is Race), "calls that a session has given up"
+    for seed in range(1, 6):
+        found, other = run(20, step=3, agents=Agents(seed))
+        assert other.admitted == flow.admitted and trained(found) == trained(first)
+    if program is Fork:
+        for seed, step in product(range(4), (1, 2, 1000)):
+            assert trained(run(20, step=step, agents=Agents(seed))[0]) == trained(first)
+            assert trained(run(20, step=step, in_step=False, agents=Agents(seed))[0]) == trained(first)
+
+
+class Late(Agents):
+    """Half of the calls of an answer are made after it."""
+
+    program = Fork
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__(seed)
+        self.late: dict[int, list[Wanted | Finished]] = {}
+
+    def collect(self, wait: Collection[int], others: Collection[int] = ()) -> list[Wanted | Finished]:
+        found = list[Wanted | Finished]()
+        for id in [id for id in self.late if id in others]:
+            found += self.late.pop(id)
+        for answer in super().collect(wait):
+            late, waits = self.late.setdefault(answer.id, []), len(self.scripts[answer.id].journal.waits)
+            # Not the last one: without a call that an engine works on, a session has not settled.
+            is_late = isinstance(answer, Wanted) and waits > len(late) + 1 and self.draw.random() < 0.5
+            (late if is_late else found).append(answer)
+        self.late = {id: late for id, late in self.late.items() if late}
+        return found
+
+
+def test_calls_that_come_late_change_nothing_but_ticks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Agents, "program", Fork)
+    expected = trained(run(20, step=3)[0])
+    for seed in range(6):
+        agents = Late(seed)
+        found, _ = run(20, step=3, agents=agents)
+        assert trained(found) == expected and not agents.late
 
 
 def test_session_that_cannot_be_repeated_begins_anew_and_is_counted() -> None:
@@ -308,8 +434,8 @@ def test_session_that_cannot_be_repeated_begins_anew_and_is_counted() -> None:
     agents.continues = False
     sessions = AgentSessions(agents, max_prompt=8, max_tokens=MOST)
     one = new_session(sessions, 0)
-    one.partial = {name: torch.ones(3, dtype=dtype) for name, dtype in COLUMNS.items()}
-    one.journal, one.interrupted = Journal(one.task, outcomes=["of the first process"]), (5, 0)
+    one.journal = Journal(one.task, outcomes=["of the first process"])
+    one.interrupted = {(5, 0): {name: torch.ones(3, dtype=dtype) for name, dtype in COLUMNS.items()}}
     flow = SessionFlow(agents, lambda ids: [one], lambda requests: Turns(requests, 4), in_step=True)
     flow.admit([0], 1)
     (rows,) = drive(flow)
@@ -323,7 +449,7 @@ class Changed(Agents):
     def start(self, sessions: Sequence[Task | Journal]) -> None:
         super().start([one.task if isinstance(one, Journal) else one for one in sessions])
         ids = [one.task.id for one in sessions if isinstance(one, Journal)]
-        self.answers |= {id: replace(self.answers[id], restarted=True) for id in ids}
+        self.answers |= {id: [replace(one, restarted=True) for one in self.answers[id]] for id in ids}
 
 
 class Short(Changed):
@@ -334,7 +460,7 @@ class Short(Changed):
         for one in sessions:
             if isinstance(one, Journal):
                 part = Part(np.array([1]), np.array([False]), np.zeros(1, np.float32), np.array([-1], np.int32), 1)
-                self.answers[one.task.id] = Finished(one.task.id, [part], True, 1.0, {}, {"turns": 0.0}, [], restarted=True)
+                self.answers[one.task.id] = [Finished(one.task.id, [part], True, 1.0, {}, {"turns": 0.0}, [], restarted=True)]
 
 
 @pytest.mark.parametrize("kind", [Changed, Short])
@@ -343,8 +469,8 @@ def test_session_whose_process_begins_it_anew_continues_nothing_and_is_counted(k
     agents = kind()
     sessions = AgentSessions(agents, max_prompt=8, max_tokens=MOST)
     one = new_session(sessions, 0)
-    one.partial = {name: torch.ones(3, dtype=dtype) for name, dtype in COLUMNS.items()}
-    one.journal, one.interrupted = Journal(one.task, outcomes=["of the first process"]), (5, 0)
+    one.journal = Journal(one.task, outcomes=["of the first process"])
+    one.interrupted = {(5, 0): {name: torch.ones(3, dtype=dtype) for name, dtype in COLUMNS.items()}}
     flow = SessionFlow(agents, lambda ids: [one], lambda requests: Turns(requests, 4), in_step=in_step)
     flow.admit([0], 1)
     (rows,) = drive(flow)
@@ -368,13 +494,16 @@ def test_discarded_sessions_leave_no_agent_at_work() -> None:
 def test_call_that_was_not_saved_is_an_error() -> None:
     """What was sampled for a call must not continue another one."""
     one = new_session(AgentSessions(Agents(), max_prompt=8, max_tokens=MOST), 0)
-    one.partial = {name: torch.ones(3, dtype=dtype) for name, dtype in COLUMNS.items()}
-    one.interrupted = (5, 0)
-    one.resumed(Wanted(one.task.id, 5, 0, np.array([1]), 9))
-    assert len(one.partial["input_ids"]) == 3
-    one.interrupted = (5, 0)
+    partial = {name: torch.ones(3, dtype=dtype) for name, dtype in COLUMNS.items()}
+    one.interrupted = {(5, 0): partial, (5, 1): partial}
+    for key, ordinal in ((4, 0), (5, 1), (5, 0)):
+        one.add(Wanted(one.task.id, key, ordinal, np.array([1]), 9))
+    one.resumed()
+    assert [(call.wanted.key, call.wanted.ordinal) for call in one.calls.values()] == [(5, 0), (5, 1), (4, 0)], "the saved order"
+    assert [len(call.partial["input_ids"]) for call in one.calls.values()] == [3, 3, 0]
+    one.interrupted = {(5, 2): partial}
     with pytest.raises(ValueError, match="tools or template have changed"):
-        one.resumed(Wanted(one.task.id, 6, 0, np.array([1]), 9))
+        one.resumed()
 
 
 def test_prompt_without_messages_is_refused() -> None:

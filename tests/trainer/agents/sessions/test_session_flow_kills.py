@@ -29,10 +29,14 @@ STEPS = range(2, 8)
 
 
 def options(folder: Path, kind: str) -> tuple[str, ...]:
-    """Calls of a function tool and random lengths, or a pure environment."""
+    """Calls of a function tool and random lengths, a pure environment, or a program with several calls at the same time."""
     users = {
         "tool": (f"{MULTI_TURN}.function_tool_path={calculator_file()}", f"{MULTI_TURN}.format={folder / 'parser.py'}:parse"),
         "environment": (f"{MULTI_TURN}.environment={folder / 'environment.py'}:Count",),
+        "program": (
+            f"actor_rollout_ref.rollout.agent.program={folder / 'program.py'}:wide",
+            f"{MULTI_TURN}.max_assistant_turns=5",
+        ),
     }
     return (*RUN, *MODES["partial"], *users[kind], "reward.num_workers=1", f"trainer.total_training_steps={STEPS.stop}")
 
@@ -47,7 +51,7 @@ def random_kills(seed: int) -> list[Kill]:
     ]
 
 
-@pytest.mark.parametrize(("kind", "seed"), [("tool", 1), ("environment", 2)])
+@pytest.mark.parametrize(("kind", "seed"), [("tool", 1), ("environment", 2), ("program", 3)])
 def test_kills_in_mid_conversation_leave_the_run_bitwise_identical(
     kind: str,
     seed: int,
@@ -55,7 +59,7 @@ def test_kills_in_mid_conversation_leave_the_run_bitwise_identical(
     tmp_path: Path,
     table: list[Outcome],  # noqa: F811
 ) -> None:
-    """Twelve kills in all, with conversations in flight in the checkpoint that the next start begins with."""
+    """Eighteen kills in all, with conversations in flight in the checkpoint that the next start begins with."""
     kills, whole = random_kills(seed), tmp_path / "whole"
     with warm_python(tmp_path) as python:
         words = ppo_arguments(task, whole, *options(task, kind), f"trainer.rollout_data_dir={whole / ROLLOUTS}")
@@ -68,7 +72,7 @@ def test_kills_in_mid_conversation_leave_the_run_bitwise_identical(
     assert sum(bool(tokens) for _, _, tokens in journals) >= 4, "turns of unfinished conversations"
 
 
-@pytest.mark.parametrize(("kind", "seed"), [("tool", 1), ("environment", 2)])
+@pytest.mark.parametrize(("kind", "seed"), [("tool", 1), ("environment", 2), ("program", 3)])
 def test_kills_of_the_agent_process_leave_the_run_bitwise_identical(
     kind: str,
     seed: int,

@@ -52,7 +52,7 @@ class Forgetful(Count):
     pure = False
 '''
 PROGRAM = '''
-import asyncio
+import asyncio, random
 from openai import AsyncOpenAI, OpenAI
 
 
@@ -78,6 +78,21 @@ async def tree(base_url, api_key, task):
         first = await ask(*task.prompt)
         both = await asyncio.gather(*(ask(*task.prompt, first, {"role": "user", "content": one}) for one in ("1", "2")))
         await ask(*task.prompt, {"role": "user", "content": str([len(one["content"]) for one in both])[1:-1].replace(", ", "+")})
+
+
+async def wide(base_url, api_key, task):
+    """Four calls at the same time, in any order, of which two are equal; then one with the lengths of their answers."""
+    async with AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
+        async def ask(text, n=1):
+            message = {"role": "user", "content": text}
+            reply = await client.chat.completions.create(model="policy", messages=[message], n=n, max_tokens=24)
+            return text, [len(one.message.content or "") for one in reply.choices]
+
+        calls = [ask("1"), ask("2"), ask("3", n=2)]
+        random.shuffle(calls)
+        found = sorted(await asyncio.gather(*calls))
+        await ask("+".join(str(n) for _, lengths in found for n in lengths)[:12])
+    return None
 '''
 MULTI_TURN = "actor_rollout_ref.rollout.multi_turn"
 RUN = (
@@ -260,20 +275,28 @@ def test_run_with_an_environment_trains_its_rewards_and_resumes(name: str, task:
     assert not any("agents/restarted" in step for step in whole)
 
 
-@pytest.mark.parametrize("mode", ["partial", pytest.param("async", marks=pytest.mark.soak)])
+@pytest.mark.parametrize(
+    ("mode", "program"),
+    [("partial", "line"), ("partial", "wide"), *(pytest.param("async", one, marks=pytest.mark.soak) for one in ("line", "wide"))],
+)
 def test_run_with_a_program_trains_what_it_was_served_and_resumes_bitwise(
-    mode: str, task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    mode: str, program: str, task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if mode == "async":
         use_threads(monkeypatch)
-    options = (*RUN, *MODES[mode], f"actor_rollout_ref.rollout.agent.program={task / 'program.py'}:line")
+    options = (*RUN, *MODES[mode], f"actor_rollout_ref.rollout.agent.program={task / 'program.py'}:{program}")
+    turns = {"line": 3, "wide": 5}[program]
+    options += (f"{MULTI_TURN}.max_assistant_turns={turns}",)
 
     def run_program(folder: Path, *overrides: str) -> list[dict[str, float]]:
         return run_ppo(task, folder / "run", *options, f"trainer.rollout_data_dir={folder / 'rollouts'}", *overrides)
 
     whole = run_program(tmp_path / "whole")
     gaps = [step["training/rollout_log_probs_diff_max"] for step in whole if "training/rollout_log_probs_diff_max" in step]
-    assert gaps and max(gaps) < 1e-5 and whole[0]["agents/turns/max"] == 3
+    assert gaps and max(gaps) < 1e-5 and whole[0]["agents/turns/max"] == turns
+    saved = [load_file(path) for path in (tmp_path / "whole" / "run" / "global_step_2").rglob("*.safetensors")]
+    (n_calls,) = (arrays["session_calls"] for arrays in saved if "session_calls" in arrays)
+    assert (n_calls.max() > 1) == (program == "wide"), "several calls of a session in the checkpoint"
     assert not any(name in step for step in whole for name in ("agents/errors", "agents/restarted"))
     path = ("trainer.resume_mode=resume_path", f"trainer.resume_from_path={tmp_path / 'whole' / 'run' / 'global_step_2'}")
     resumed = run_program(tmp_path / "resumed", *path)
