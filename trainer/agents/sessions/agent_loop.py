@@ -245,10 +245,11 @@ class AgentSession:
         self._samples = True
         try:
             if (turn := self.recorded(call)) is None:
-                if self.repeats or self.waits not in (None, (call.key, call.ordinal)):
+                if self._turns or not self.waits <= {(call.key, call.ordinal)}:
                     raise JournalDiffers("the loop makes a call that its journal does not have")
-                self.waits = None
-                await self.ask(call, most)
+                self.ask(call, most)
+                self.settle()
+                await self.arrival()
                 turn = self.recorded(call)
         finally:
             self._samples = False
