@@ -34,7 +34,7 @@ Overrides = dict[str, Any]
 ROLLOUT = "actor_rollout_ref.rollout"
 MARGIN = 0.95
 """Fraction of a GPU that a plan may use: torch's allocator fragments (docs/performance.md)."""
-TUNED = ("max_token_len_per_gpu", "gpu_memory_utilization")
+TUNED = ("max_token_len_per_gpu", "gpu_memory_utilization", "_offload")
 """Ends of keys by which two plans of a list do not differ alone."""
 
 

@@ -22,9 +22,9 @@ from trainer.planner.time_model import Decoder, Group, Lengths, Parts, pairs_of,
 from trainer.ppo.loop import has_old_log_probs
 
 ACTOR = "actor_rollout_ref.actor"
+GENERATE, FORWARD, UPDATE, SYNC = range(4)
 ENGINE_WORK = 3e9
 """Bytes of an engine's GPU besides weights and cache: of 74.5 GB at 7B 1.2 are not (docs/performance.md); vLLM profiles more."""
-GENERATE, FORWARD, UPDATE, SYNC = range(4)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,9 +60,7 @@ def schedule(config: PPOConfig, place: Placement, phases: list[PhaseTime]) -> li
     ahead = config.async_training.mode in ("one_step_off", "async") and "actor" not in place.pool("rollout").roles
     spans: list[Span] = []
     began = 0.0
-    for stage in (ENGINE_WORK = 3e9
-"""Bytes of an engine's GPU besides weights and cache: of 74.5 GB at 7B 1.2 are not (docs/performance.md); vLLM profiles more."""
-GENERATE, FORWARD, UPDATE, SYNC):
+    for stage in (GENERATE, FORWARD, UPDATE, SYNC):
         ends: dict[str, float] = {}
         for time in (time for time in phases if time.stage == stage):
             start = ends.get(time.pool, began)
