@@ -1,9 +1,9 @@
 """python -m trainer.main_plan: memory, time and better settings of a run, before it is started and on GPUs that are not at hand.
 
-    python -m trainer.main_plan OVERRIDES OF main_ppo ... cluster=2x8xH100 [lengths=metrics.jsonl|MEAN:MAX] [plans=5] [output=DIR]
+    python -m trainer.main_plan OVERRIDES OF main_ppo ... cluster=2x8xH100 [lengths=FILE|MEAN:MAX] [plans=5] [output=DIR]
 
-cluster: nodes x GPUs of a node x a file of configs/hardware, or the path of one. lengths: response lengths from an earlier run, or
-mean and maximum; without it all responses are as long as they may be. Writes plan.json and plan.html into output, if given.
+cluster: nodes x GPUs of a node x a file of configs/hardware, or the path of one. lengths: metrics.jsonl of an earlier run, or mean
+and maximum of responses; without it all are as long as they may be. Writes plan.json and plan.html into output, if given.
 """
 
 import json
@@ -14,6 +14,7 @@ from pathlib import Path
 
 from configs.base.keys import ConfigError
 from configs.schema.ppo import PPOConfig
+from trainer.planner.time_model import Lengths
 
 OWN = ("cluster", "lengths", "plans", "output")
 
@@ -43,9 +44,10 @@ def run(words: Sequence[str]) -> None:
     if "cluster" not in own:
         raise ValueError("cluster=null: the GPUs to plan for are not named; set cluster=2x8xH100")
     cluster = Cluster.of(own["cluster"])
-    hardware = cluster.hardware
+    if not (count := own.get("plans", "5")).isdigit():
+        raise ValueError(f"plans={count}: must be a number; set how many plans are shown, for example plans=5")
     overrides += [
-        f"trainer.nnodes={cluster.nodes}", f"trainer.n_gpus_per_node={cluster.gpus}", f"trainer.device={hardware.device}",
+        f"trainer.nnodes={cluster.nodes}", f"trainer.n_gpus_per_node={cluster.gpus}", f"trainer.device={cluster.hardware.device}",
     ]  # fmt: skip
     config = composed(overrides)
     if problems := [*ppo_inputs(config)]:
@@ -55,7 +57,7 @@ def run(words: Sequence[str]) -> None:
         raise ValueError(f"{unknown[0]}.model.path: the planner covers dense decoders, and this model is none")
     shapes = {key: model.shape for key, model in models.items() if model.shape is not None}
     plan = Plan(config, cluster, shapes, lengths_of(own.get("lengths"), config), {})
-    others = alternatives(plan, overrides, int(own.get("plans", 5)))
+    others = alternatives(plan, overrides, int(count))
     print("\n".join(as_lines(plan, others)))
     if "output" in own:
         folder = Path(own["output"])
@@ -65,10 +67,8 @@ def run(words: Sequence[str]) -> None:
         (folder / "plan.html").write_text(as_html(plan, others))
 
 
-def lengths_of(words: str | None, config: PPOConfig) -> "Lengths":
+def lengths_of(words: str | None, config: PPOConfig) -> Lengths:
     """Lengths from MEAN:MAX or the metrics of a run. Prompts count as half of their maximum, unless the metrics have them."""
-    from trainer.planner.time_model import Lengths
-
     data = config.data
     if words is None:
         return Lengths(data.max_prompt_length / 2, data.max_response_length, data.max_response_length)

@@ -4,12 +4,13 @@
     python scripts/bench/calibrate.py --device cuda --base h200 --engine vllm --output here.yaml
 
 Measured: matrix products, memory bandwidth, elementwise kernels, attention, the FSDP engine's products and launches, collectives
-between this machine's GPUs (CPU: two processes), and decode steps of a rollout engine. What is not measured is copied from --base,
+between this machine's GPUs (CPU: two processes), decode steps of a rollout engine. What is not measured is copied from --base
 with its source. On the CPU, which may be shared, seconds are CPU seconds of one thread. An entry that was measured says so.
 """
 
 import argparse
 import json
+import math
 import os
 import sys
 import tempfile
@@ -36,7 +37,7 @@ from scripts.bench.rollout_flow import Settings
 from scripts.bench.shapes import SHAPES, Likelihood, LoneEngine, qwen2, random_rows
 from trainer.planner.hardware import FOLDER, Hardware, load_hardware
 from trainer.planner.memory_model import Shape
-from trainer.planner.time_model import Decoder, Group, pass_work
+from trainer.planner.time_model import HEAD_BYTES, Decoder, Group, pass_work
 from workers.controller.group import WorkerInfo
 
 SIZES = {  # by device: model, rows x tokens of its pass, sides of products, numbers of a copy, sequences of a decode step
@@ -95,7 +96,9 @@ def kernels(device: str) -> dict[str, float]:
     source, target = (torch.zeros(numbers, dtype=dtype, device=device) for _ in range(2))
     found["bandwidth"] = 2 * source.nbytes / timed(lambda: target.copy_(source), device)
     # Of activations of the model's own size: a CPU has a part of them in its cache.
-    one, other, sums = (torch.randn(rows * length, SHAPES[name]["intermediate_size"], device=device, dtype=dtype) for _ in range(3))
+    one, other, sums = (
+        torch.randn(rows * length, SHAPES[name]["intermediate_size"], device=device, dtype=dtype) for _ in range(3)
+    )
     found["streaming"] = 3 * one.nbytes / timed(lambda: torch.add(one, other, out=sums), device) / found["bandwidth"]
     heads = [torch.randn(rows, 8, length, 64, device=device, dtype=dtype) for _ in range(3)]
     flops = 4 * rows * 8 * 64 * length**2 / 2
@@ -186,16 +189,17 @@ def decoding(device: str, engine: str, hardware: Hardware) -> dict[str, float]:
         with closing(MeasuredEngine(info, settings, engine, device, folder, 0.7)) as measured:  # type: ignore[arg-type]
             measured.sync_weights(0)
             points = measured.costs()["decode"]
-    free = with_rates(hardware, {"decode": 0.0, "decode_row": 0.0})
-    decoder = Decoder(shape, Group(1, False, free), slots, size)
-    context = settings.prompt_tokens + settings.max_tokens / 8
     counts, seconds = zip(*points, strict=True)
-    # On CUDA a small model's steps are host work that runs beside the kernels.
-    device_seconds = [decoder.step(count, context) if device == "cpu" else 0.0 for count in counts]
-    row, step = np.polyfit(counts, np.subtract(seconds, device_seconds), 1)
-    found = {"decode": max(0.0, float(step)), "decode_row": max(0.0, float(row))}
-    # Without CUDA graphs each layer is launched.
-    return found if device == "cuda" else found | {"decode": 0.0, "decode_layer": found["decode"] / shape.layers}
+    if device == "cuda":  # a small model's steps are host work that runs beside the kernels
+        row, step = np.polyfit(counts, seconds, 1)
+        return {"decode": max(0.0, float(step)), "decode_row": max(0.0, float(row))}
+    # Each layer is launched, and what a sequence adds beyond products is its cache and its logits.
+    free = with_rates(hardware, {"decode_layer": 0.0, "decode_row": 0.0, "reading": math.inf})
+    decoder, context = Decoder(shape, Group(1, False, free), slots, size), settings.prompt_tokens + settings.max_tokens / 8
+    row, step = np.polyfit(counts, np.subtract(seconds, [decoder.step(count, context) for count in counts]), 1)
+    traffic = context * 2 * shape.keys * shape.layers * size + HEAD_BYTES * shape.vocabulary
+    reading = traffic / (max(1e-9, float(row)) * hardware.bandwidth)
+    return {"decode": 0.0, "decode_layer": max(0.0, float(step)) / shape.layers, "decode_row": 0.0, "reading": reading}
 
 
 def as_yaml(base: dict[str, Any], measured: dict[str, float], device: str) -> str:

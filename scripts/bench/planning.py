@@ -1,12 +1,12 @@
 """Predictions of the planner against measurements: a table on stdout, for docs/planning.md.
 
     python scripts/bench/planning.py backtest                     # docs/gpu.json: steps by phase on one and two GPUs
-    python scripts/bench/planning.py layouts --hardware cpu.yaml  # measured here, on the CPU: minutes
+    python scripts/bench/planning.py layouts --hardware cpu       # measured here, on the CPU: minutes
     python scripts/bench/planning.py backtest --docs docs/planning.md
 
 backtest composes every row of scripts/gpu/rows.py that docs/gpu.json has a time of, as it was run, and predicts its phases.
-layouts runs steps of small models by scripts/bench/step.py in several layouts. CPU seconds of all processes of a run are compared,
-because the machine may be shared: the predicted ones are the sum of each phase over the workers of its pool.
+layouts runs steps of small models by scripts/bench/step.py in several layouts. CPU seconds of all processes are compared, because
+the machine may be shared: the predicted ones are the sum of each phase over the workers of its pool.
 """
 
 import argparse
@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import transformers
+
 from configs.compose import compose
 from configs.schema.ppo import PPOConfig
 from configs.validation.placement import placement_of
@@ -45,22 +46,32 @@ PHASES = {  # column: phases of the timeline, phases of the planner
 }
 SMALL = Workload(prompts=16, n=8, prompt_length=17, response_length=60, steps=3)
 LARGE = Workload(
-    prompts=8, n=4, prompt_length=32, response_length=32, hidden_size=768, num_hidden_layers=12, intermediate_size=2048, vocab=5504,
-    steps=2,
+    prompts=8, n=4, prompt_length=32, response_length=32, hidden_size=768, num_hidden_layers=12, intermediate_size=2048,
+    vocab=5504, steps=2,
 )  # fmt: skip
 TINY = Workload(
-    prompts=64, n=8, prompt_length=16, response_length=48, hidden_size=64, num_hidden_layers=2, intermediate_size=96, vocab=320, steps=3
+    prompts=64,
+    n=8,
+    prompt_length=16,
+    response_length=48,
+    hidden_size=64,
+    num_hidden_layers=2,
+    intermediate_size=96,
+    vocab=320,
+    steps=3,
 )
 ACTOR = "actor_rollout_ref.actor"
 TWO = ("trainer.n_gpus_per_node=2",)
-MEGATRON = tuple(f"{key}.megatron.{name}" for key in (ACTOR, "critic") for name in ("dtype=float32",))
+MEGATRON = tuple(
+    f"{ACTOR}.{word}" for word in ("strategy=megatron", "megatron.tensor_model_parallel_size=2", "megatron.dtype=float32")
+)
 LAYOUTS: dict[str, tuple[Workload, tuple[str, ...]]] = {
     "tiny, one worker": (TINY, ()),
     "3.39M, one worker": (SMALL, ()),
     "3.39M, one worker, micro-batches of 256": (SMALL, tuple(f"{k}max_token_len_per_gpu=256" for k in (f"{ACTOR}.ppo_",))),
     "3.39M, FSDP over two": (SMALL, TWO),
     "3.39M, Ulysses 2": (SMALL, (*TWO, f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size=2")),
-    "3.39M, Megatron TP2": (SMALL, (*TWO, f"{ACTOR}.strategy=megatron", f"{ACTOR}.megatron.tensor_model_parallel_size=2", *MEGATRON)),
+    "3.39M, Megatron TP2": (SMALL, (*TWO, *MEGATRON)),
     "3.39M, split": (
         SMALL,
         (*TWO, "placement=custom", "placement.roles.actor=train", "placement.roles.rollout=engine",
@@ -74,11 +85,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("backtest", "layouts"))
     parser.add_argument("--hardware", default="cpu", help="of layouts (default: %(default)s)")
+    parser.add_argument("--records", type=Path, default=Path("layouts.jsonl"), help="measured layouts are not run again")
     parser.add_argument("--only", nargs="+", default=None, help="rows or layouts whose name contains one of these")
     parser.add_argument("--docs", type=Path, default=None, help="page whose part between the two marks is replaced (backtest)")
     args = parser.parse_args(argv)
     if args.what == "layouts":
-        print(layouts_table([layout(name, args.hardware) for name in chosen(LAYOUTS, args.only)]))
+        hardware = load_hardware(args.hardware)
+        print(layouts_table([layout(name, hardware, args.records) for name in chosen(LAYOUTS, args.only)]))
         return
     text = backtest_table([*backtest(args.only)])
     print(text)
@@ -142,14 +155,27 @@ def backtest_table(rows: Sequence[dict[str, Any]]) -> str:
     columns = [*PHASES, "step"]
     lines = ["| row | " + " | ".join(columns) + " |", "|" + "---|" * (1 + len(columns))]
     for row in rows:
-        cells = [f"{m:.3g}, {p:.3g} ({p / m - 1:+.0%})" if m > 0.01 else "" for m, p in (row["columns"][name] for name in columns)]
+        cells = [
+            f"{m:.3g}, {p:.3g} ({p / m - 1:+.0%})" if m > 0.01 else "" for m, p in (row["columns"][name] for name in columns)
+        ]
         card = row["card"].replace("NVIDIA ", "").replace(" 80GB HBM3", "")
         lines.append(f"| {row['row']}: {row['shape']}, {card} | " + " | ".join(cells) + " |")
-    errors = {name: [abs(row["columns"][name][1] / row["columns"][name][0] - 1) for row in rows if row["columns"][name][0] > 0.01] for name in columns}
-    lines.append("| median error | " + " | ".join(f"{statistics.median(values):.0%}" if values else "" for values in errors.values()) + " |")
+    errors = {
+        name: [abs(row["columns"][name][1] / row["columns"][name][0] - 1) for row in rows if row["columns"][name][0] > 0.01]
+        for name in columns
+    }
+    lines.append(
+        "| median error | "
+        + " | ".join(f"{statistics.median(values):.0%}" if values else "" for values in errors.values())
+        + " |"
+    )
     steps = [row["columns"]["step"] for row in rows]
     agree, tau = order(steps)
-    lines += ["", f"{len(rows)} rows; of {agree[1]} pairs of steps that differ by more than 5 %, {agree[0]} are in the measured order (Kendall tau {tau:.2f})."]
+    lines += [
+        "",
+        f"{len(rows)} rows. Of {agree[1]} pairs of steps that differ by more than 5 %, {agree[0]} are in the measured order "
+        f"(Kendall tau {tau:.2f}).",
+    ]
     return "\n".join(lines)
 
 
@@ -160,26 +186,32 @@ def order(pairs: Sequence[tuple[float, float]]) -> tuple[tuple[int, int], float]
     return (same, len(kept)), (2 * same - len(kept)) / len(kept) if kept else 1.0
 
 
-def layout(name: str, hardware: str) -> dict[str, Any]:
-    """CPU seconds of a step, measured and predicted, and wall seconds by phase."""
+def layout(name: str, hardware: Hardware, records: Path) -> dict[str, Any]:
+    """Seconds of a step, (measured, predicted): CPU of all processes, and wall. records: a line for each measured layout."""
+    lines = [json.loads(line) for line in records.read_text().splitlines()] if records.exists() else []
+    record = next((line for line in lines if line["name"] == name), None)
     work, overrides = LAYOUTS[name]
     with tempfile.TemporaryDirectory() as folder:
         task = make_task(work, Path(folder), seed=0)
-        report = run_tandem(work, task, Path(folder) / "run", overrides)
-        words = [*arguments(work, task, Path(folder) / "run"), *overrides]
-        predicted = predict(words, work, load_hardware(hardware))
-    # CPU seconds of a single step vary with other work on the machine, and never fall below what it needs.
-    measured = min(step["cpu_s"] for step in report["steps"])
-    found = {"name": name, "cpu": (measured, predicted["cpu"]), "wall": (medians(report)["wall_s"], predicted["step"])}
-    print(json.dumps(found | {"phases": medians(report), "predicted": predicted, "load": os.getloadavg()}), file=sys.stderr, flush=True)
-    return found
+        if record is None:
+            report = run_tandem(work, task, Path(folder) / "run", overrides)
+            # The least: CPU seconds of a step vary with other work on the machine, and never fall below what it needs.
+            record = {"name": name} | medians(report)
+            record |= {"cpu_s": min(step["cpu_s"] for step in report["steps"]), "load": os.getloadavg()}
+            with records.open("a") as file:
+                file.write(json.dumps(record) + "\n")
+        predicted = predict([*arguments(work, task, Path(folder) / "run"), *overrides], work, hardware)
+    print(json.dumps(record | {"predicted": predicted}), file=sys.stderr, flush=True)
+    return {"name": name, "cpu": (record["cpu_s"], predicted["cpu"]), "wall": (record["wall_s"], predicted["step"])}
 
 
 def predict(words: Sequence[str], work: Workload, hardware: Hardware) -> dict[str, Any]:
     config = compose("ppo_trainer", PPOConfig, words)
     place = placement_of(config, has_critic=False)
     settings = transformers.AutoConfig.from_pretrained(config.actor_rollout_ref.model.path).to_dict()
-    shape = Shape.of(settings | {"head_dim": settings.get("head_dim") or settings["hidden_size"] // settings["num_attention_heads"]})
+    shape = Shape.of(
+        settings | {"head_dim": settings.get("head_dim") or settings["hidden_size"] // settings["num_attention_heads"]}
+    )
     shapes = {ACTOR: shape, "actor_rollout_ref.ref": shape}
     phases = phase_times(config, place, shapes, hardware, Lengths(work.prompt_length, work.response_length, work.response_length))
     sizes = {pool.name: world_size(pool) for pool in place.pools}

@@ -1,6 +1,7 @@
 """GPU memory that trainer.main_ppo would use with these arguments, by the planner's model, as JSON in $GPU_ROW_FORECAST.
 
-With $GPU_ROW_HARDWARE, a file of configs/hardware, also the seconds of each phase; responses are as long as they may be. The configuration is checked as the program checks it; a problem is a line on stderr, and the exit code is 2. Nothing is started.
+With $GPU_ROW_HARDWARE, a file of configs/hardware, also the seconds of each phase; responses are as long as they may be.
+The configuration is checked as the program checks it; a problem is a line on stderr, and the exit code is 2. Nothing is started.
 """
 
 from __future__ import annotations

@@ -38,10 +38,10 @@ class SoftwareCosts:
 class Hardware:
     """Rates of one GPU (device cuda) or of one worker's core (cpu) and of its links.
 
-    memory: bytes of a GPU. float32, bfloat16: peak FLOP/s of matrix products. products, attention: fractions of that peak that
-    training reaches. bandwidth: peak bytes per second of device memory; streaming: the fraction that elementwise kernels and
-    decoding reach. link, network: bytes per second that a GPU sends within and between nodes; latency: seconds of a collective
-    of no bytes. host_link: bytes per second between host and device.
+    memory: bytes of a GPU. float32, bfloat16: peak FLOP/s of matrix products; products, attention: fractions of it that training
+    reaches. bandwidth: peak bytes per second of device memory; streaming, reading: fractions of it that elementwise kernels of
+    training and the reads of a decode step reach. link, network: bytes per second that a GPU sends within and between nodes;
+    latency: seconds of a collective of no bytes. host_link: bytes per second between host and device.
     """
 
     name: str
@@ -53,6 +53,7 @@ class Hardware:
     attention: float
     bandwidth: float
     streaming: float
+    reading: float
     link: float
     network: float
     latency: float

@@ -50,7 +50,8 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "fits": plan.fits,
         "binds": binding(plan),
         "phases": [
-            {"pool": s.time.pool, "phase": s.time.phase, "start": s.start, "end": s.end, "parts": s.time.parts} for s in plan.spans
+            {"pool": s.time.pool, "phase": s.time.phase, "start": s.start, "end": s.end, "parts": s.time.parts}
+            for s in plan.spans
         ],
         "memory": [asdict(use) for use in plan.uses],
     }
@@ -72,7 +73,9 @@ def as_html(plan: Plan, others: Sequence[Plan]) -> str:
     top, full = LANE * len(pools) + LANE, (WIDTH - LEFT) / plan.cluster.hardware.memory
     for i, use in enumerate(plan.uses):
         y, width = top + LANE * i, (use.bytes or 0.0) * full
-        bars.append(f'<rect x="{LEFT}" y="{y}" width="{width:.1f}" height="{LANE - 4}" fill="{"#ddaa55" if plan.fits else "#cc3311"}"/>')
+        bars.append(
+            f'<rect x="{LEFT}" y="{y}" width="{width:.1f}" height="{LANE - 4}" fill="{"#ddaa55" if plan.fits else "#cc3311"}"/>'
+        )
         bars.append(f'<text x="0" y="{y + 15}">{html.escape(use.phase)}</text>')
         bars.append(f'<text x="{LEFT + 4}" y="{y + 15}">{(use.bytes or 0.0) / GB:.3g} GB</text>')
     bars += [f'<text x="0" y="{LANE * i + 15}">{html.escape(name)}</text>' for i, name in enumerate(pools)]

@@ -206,9 +206,7 @@ def rollout_options(plan: Plan) -> Iterator[Overrides]:
     heads = plan.shapes[ACTOR].kv_heads
     sizes = [size for size in powers(pool.n_gpus_per_node) if pool.n_gpus_per_node % size == 0 and heads % size == 0]
     for size, share in product(sizes, (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)):
-        yield changed(
-            plan, {f"{ROLLOUT}.tensor_model_parallel_size": size, f"{ROLLOUT}.gpu_memory_utilization": share}
-        )
+        yield changed(plan, {f"{ROLLOUT}.tensor_model_parallel_size": size, f"{ROLLOUT}.gpu_memory_utilization": share})
 
 
 def train_options(plan: Plan) -> Iterator[Overrides]:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from configs.schema.common import FSDPConfig, MegatronConfig, ShardedConfig
 from configs.schema.placement import Placement
 from configs.schema.ppo import PPOConfig
+from configs.validation.batches import wants_ref
 from configs.validation.parallel import context_parallel_size, data_parallel_size
 from configs.validation.rollout import world_size
 from trainer.planner import time_model
@@ -89,6 +90,12 @@ def phase_times(
         if key != ACTOR or has_old_log_probs(config):
             passed = Pass(role, hardware, lengths, batch, n, head=name in ("actor", "ref"))
             found.append(PhaseTime(role.pool.name, f"{name}: {WORK.get(name, 'scores')}", FORWARD, passed.forward()))
+    # With an adapter the reference is the actor without it, and has no workers of its own.
+    if wants_ref(config) and "actor_rollout_ref.ref" not in roles:
+        role = roles[ACTOR]
+        found.append(
+            PhaseTime(role.pool.name, "ref: log-probs", FORWARD, Pass(role, hardware, lengths, batch, n, head=True).forward())
+        )
     actor = config.actor_rollout_ref.actor
     learners = {"critic": config.critic, ACTOR: actor}
     for key, learner in ((key, learner) for key, learner in learners.items() if key in roles):
@@ -97,7 +104,7 @@ def phase_times(
         passed = Pass(role, hardware, lengths, size, n, head=key == ACTOR)
         parts = {part: updates * seconds for part, seconds in passed.update().items()}
         parts["offload"] = updates * moments_moved(role, hardware) + parts.get("offload", 0.0)
-        parts["controller"] = hardware.software.phase
+        parts["controller"] = updates * hardware.software.phase
         found.append(PhaseTime(role.pool.name, f"{key.rpartition('.')[2]}: update", UPDATE, parts))
     tokens = batch * n * (lengths.prompt + lengths.response)
     found.append(sync(config, place, roles[ACTOR], hardware))
@@ -110,7 +117,9 @@ def generation(config: PPOConfig, place: Placement, shape: Shape, hardware: Hard
     rollout, pool = config.actor_rollout_ref.rollout, place.pool("rollout")
     ranks = 1 if rollout.name == "embedded" else rollout.tensor_model_parallel_size
     replicas = max(1, world_size(pool) // ranks)
-    rows = -(-config.data.train_batch_size * rollout.n // replicas)
+    # Dynamic sampling generates rounds of gen_batch_size prompts; one is counted.
+    sampled = (config.algorithm.filter_groups.enable and config.data.gen_batch_size) or config.data.train_batch_size
+    rows = -(-sampled * rollout.n // replicas)
     group = Group(ranks, ranks > pool.n_gpus_per_node, hardware)
     eager = rollout.enforce_eager or hardware.device == "cpu"
     decoder = Decoder(shape, group, slots(config, shape, hardware, lengths), BYTES[rollout.dtype], eager)
@@ -230,14 +239,17 @@ class Pass:
         self, sharding: FSDPConfig, work: time_model.Work, tokens: float, size: int, micro_batches: int, passes: float
     ) -> Parts:
         pool, shape, hardware = self.role.pool, self.role.shape, self.hardware
-        sp, setting = context_parallel_size(self.role.config), self.role.setting
+        sp, setting, backward = context_parallel_size(self.role.config), self.role.setting, passes > 1
         parts = {part: seconds / sp for part, seconds in work.seconds(hardware, size).items()}
         if hardware.device == "cuda":  # launches are not divided by the ranks that share a row
             device = sum(seconds for part, seconds in parts.items() if part != "launches")
             parts["launches"] = max(0.0, work.launches * hardware.software.layer - device)
         shards = Group(setting.gpus, setting.gpus > pool.n_gpus_per_node, hardware)
         copies = Group(world_size(pool) // setting.gpus, pool.nnodes > 1, hardware)
-        backward = passes > 1
+        parts["copies"] = time_model.fsdp_copies(
+            shape, setting.gpus, size, setting.kept, hardware, micro_batches=micro_batches, backward=backward and setting.trained,
+            reshard=sharding.reshard_after_forward and backward,
+        )  # fmt: skip
         found = time_model.fsdp(
             shape, shards, copies, size, sum(parts.values()), micro_batches=micro_batches,
             backward=backward and setting.trained, reshard=sharding.reshard_after_forward and backward,
@@ -274,5 +286,3 @@ class Pass:
             state = mine / (replicas if cut.use_distributed_optimizer else 1)
             parts["optimizer"] = time_model.optimizer(state, time_model.FLOAT32, hardware)
         return parts
-
-

@@ -135,6 +135,18 @@ def fsdp(
     return {"collectives": max(first, whole - compute)}
 
 
+def fsdp_copies(
+    shape: Shape, shards: int, size: int, kept: int, hardware: Hardware, *, micro_batches: int, backward: bool, reshard: bool
+) -> float:
+    """Seconds of FSDP's own copies, which it makes on one GPU too.
+
+    A shard's cast, gathered weights out of their buffer; in the backward the gradients' cast to float32 and their sum. kept: bytes of a parameter.
+    """
+    gathers = 2 if backward and reshard else 1
+    each = gathers * (kept / shards + 3 * size) + backward * (size + FLOAT32 + 3 * FLOAT32 / shards)
+    return micro_batches * shape.parameters * each / (hardware.bandwidth * hardware.streaming)
+
+
 def tensor_parallel(shape: Shape, group: Group, tokens: float, size: int, *, micro_batches: int, passes: float) -> float:
     """Seconds of Megatron's all-reduces of hidden states; sequence parallel moves the same bytes (arXiv:2205.05198).
 
@@ -168,7 +180,7 @@ class Decoder:
     def step(self, running: float, context: float) -> float:
         """Seconds of a decode step of ``running`` sequences with ``context`` tokens each on average."""
         shape, hardware, costs = self.shape, self.group.hardware, self.group.hardware.software
-        rate, ranks = hardware.bandwidth * hardware.streaming, self.group.ranks
+        rate, ranks = hardware.bandwidth * hardware.reading, self.group.ranks
         weights = shape.layers * matrices(shape) + shape.vocabulary * shape.hidden
         # Weights are read once for all sequences, keys and values by each.
         reading = self.size * weights / rate
