@@ -2,8 +2,8 @@
 
     python -m trainer.main_plan OVERRIDES OF main_ppo ... cluster=2x8xH100 [lengths=FILE|MEAN:MAX] [plans=5] [output=DIR]
 
-cluster: nodes x GPUs of a node x a file of configs/hardware, or the path of one. lengths: metrics.jsonl of an earlier run, or mean
-and maximum of responses; without it all are as long as they may be. Writes plan.json and plan.html into output, if given.
+cluster: nodes x GPUs of a node x a file of configs/hardware, or the path of one. lengths: metrics.jsonl of an earlier run, or
+mean and maximum of responses; without it all are as long as they may be. Writes plan.json and plan.html into output, if given.
 """
 
 import json

@@ -151,11 +151,13 @@ def reducing(shape: Shape, setting: Setting) -> float:
 
 
 def layer_inputs(shape: Shape, setting: Setting, layers: float) -> float:
-    """Bytes per token that ``layers`` layers keep: their inputs if recomputed (of one layer with activation offload), otherwise all
-    that their backward pass reads: input, states of two norms in one kernel, gate, up and their product, and attention's tensors.
+    """Bytes per token that ``layers`` layers keep: their inputs if recomputed; of one layer with activation offload.
+
+    Not recomputed: inputs and outputs of two norms (each one kernel, as on CUDA), gate, its activation, up and their product, and
+    attention's tensors.
     """
     if not setting.recompute:
-        kept = setting.compute * 3 * (shape.hidden + shape.intermediate) + attention_kept(shape, setting)
+        kept = setting.compute * 4 * (shape.hidden + shape.intermediate) + attention_kept(shape, setting)
         return layers * kept
     return setting.compute * shape.hidden * (min(layers, 1) if setting.offload else layers)
 

@@ -1,8 +1,8 @@
 """Search for the fastest settings of a run on a cluster that fit its memory.
 
-Candidates are pairs of a rollout's and the trainers' settings on the same GPUs. A step's time never decreases with that of either,
-so pairs are visited in the order of their times (best first), and the search ends with the last plan that is asked for: most pairs
-are never checked for memory. Candidates also use a part of the cluster, so that more GPUs never make the best plan slower.
+Candidates are pairs of a rollout's and the trainers' settings on the same GPUs. A step never takes less time if one of them takes
+more, so pairs are visited in the order of their times, and the search ends with the last plan that is asked for: most pairs are
+never checked for memory. Candidates also use a part of the cluster, so that more GPUs never make the best plan slower.
 """
 
 from __future__ import annotations

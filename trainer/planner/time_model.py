@@ -140,7 +140,8 @@ def fsdp_copies(
 ) -> float:
     """Seconds of FSDP's own copies, which it makes on one GPU too.
 
-    A shard's cast, gathered weights out of their buffer; in the backward the gradients' cast to float32 and their sum. kept: bytes of a parameter.
+    A shard's cast, gathered weights out of their buffer; in the backward the gradients' cast to float32 and their sum.
+    kept: bytes of a parameter.
     """
     gathers = 2 if backward and reshard else 1
     each = gathers * (kept / shards + 3 * size) + backward * (size + FLOAT32 + 3 * FLOAT32 / shards)
