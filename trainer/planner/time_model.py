@@ -201,7 +201,7 @@ class Decoder:
 
     def generate(self, prompts: float, prompt: float, lengths: Sequence[int]) -> Parts:
         """Seconds until all responses of a replica have ended. lengths: tokens of each; they enter in this order."""
-        decoding, now, admitted, began = 0.0, 0, 0, 0
+        decoding, now, admitted, began = 0.0, 0, 0, 0.0
         running: list[int] = []  # decode steps after which responses end
         while running or admitted < len(lengths):
             while admitted < len(lengths) and len(running) < self.slots:

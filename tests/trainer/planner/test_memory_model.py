@@ -101,7 +101,7 @@ def test_peak_of_a_train_step_equals_the_model(tmp_path: Path, changes: dict[str
 
 @pytest.mark.parametrize("layers", [4, pytest.param(12, marks=SOAK)])
 def test_peak_without_recomputation_is_within_eight_percent(tmp_path: Path, layers: int) -> None:
-    """The CPU's norms keep more than the one kernel of CUDA that the model counts. 7B on an H200 (docs/performance.md): 100.1 GB."""
+    """The CPU's norms keep more than the one kernel of CUDA that is counted. 7B on an H200 (docs/performance.md): 100.1 GB."""
     config, setting = SMALL | {"num_hidden_layers": layers}, Setting(recompute=False)
     message = sum(training(Shape.of(config), setting, 1024).values())
     assert message == pytest.approx(fullest(tmp_path, config, setting, 1024), rel=0.08)
