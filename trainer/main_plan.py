@@ -9,7 +9,17 @@ mean and maximum of responses; without it all are as long as they may be. Writes
 import sys
 from collections.abc import Sequence
 
+from configs.compose import compose_with_notes
+from configs.schema.ppo import PPOConfig
+from trainer.cli.preflight import check_ppo_config, ppo_inputs
 from trainer.cli.program import complain
+
+
+def composed(words: Sequence[str]) -> PPOConfig:
+    """The configuration of a command line, checked as main_ppo checks it. Raises ConfigError."""
+    config, typed, _ = compose_with_notes("ppo_trainer", PPOConfig, words)
+    check_ppo_config(config, typed)
+    return config
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -21,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     from trainer.planner.plan_program import plan
 
     try:
-        plan(words)
+        plan(words, composed, ppo_inputs)
     except (ValueError, FileNotFoundError) as error:
         sys.exit(complain(*str(error).splitlines()))
 

@@ -17,7 +17,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import fields, replace
 from datetime import date
 from pathlib import Path
 from statistics import median
@@ -35,7 +35,7 @@ from transformers import Qwen2ForCausalLM
 from scripts.bench.partial_rollouts import MeasuredEngine
 from scripts.bench.rollout_flow import Settings
 from scripts.bench.shapes import SHAPES, Likelihood, LoneEngine, qwen2, random_rows
-from trainer.planner.hardware import FOLDER, Hardware, load_hardware
+from trainer.planner.hardware import FOLDER, Hardware, SoftwareCosts, load_hardware
 from trainer.planner.memory_model import Shape
 from trainer.planner.time_model import HEAD_BYTES, Decoder, Group, pass_work
 from workers.controller.group import WorkerInfo
@@ -68,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def with_rates(base: Hardware, rates: dict[str, float]) -> Hardware:
-    software = {name: value for name, value in rates.items() if hasattr(base.software, name)}
+    software = {name: value for name, value in rates.items() if name in {field.name for field in fields(SoftwareCosts)}}
     return replace(base, software=replace(base.software, **software), **{k: v for k, v in rates.items() if k not in software})
 
 
@@ -190,7 +190,7 @@ def decoding(device: str, engine: str, hardware: Hardware) -> dict[str, float]:
             measured.sync_weights(0)
             points = measured.costs()["decode"]
     counts, seconds = zip(*points, strict=True)
-    if device == "cuda":  # a small model's steps are host work that runs beside the kernels
+    if device == "cuda":  # a small model's steps are host work that runs during the kernels
         row, step = np.polyfit(counts, seconds, 1)
         return {"decode": max(0.0, float(step)), "decode_row": max(0.0, float(row))}
     # Each layer is launched, and what a sequence adds beyond products is its cache and its logits.

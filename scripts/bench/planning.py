@@ -142,8 +142,8 @@ def compared(measured: dict[str, float], forecast: dict[str, Any]) -> dict[str, 
     slept = measured.get("engine_sleep", 0.0)
     found = {}
     times = {phase: sum(parts.values()) for phase, parts in forecast["times"].items()}
-    for column, (theirs, ours) in PHASES.items():
-        found[column] = (sum(measured.get(name, 0.0) for name in theirs), sum(times.get(name, 0.0) for name in ours))
+    for column, (timed, planned) in PHASES.items():
+        found[column] = (sum(measured.get(name, 0.0) for name in timed), sum(times.get(name, 0.0) for name in planned))
     first = "forward" if found["forward"][0] else "update"
     found[first] = (found[first][0] - slept, found[first][1])
     found["sync"] = (found["sync"][0] + slept, found["sync"][1])

@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from configs.schema.ppo import PPOConfig
-from trainer.cli.preflight import ppo_inputs
 from trainer.planner.dry_run import measured
 from trainer.planner.hardware import Cluster
 from trainer.planner.plan_report import as_html, as_json, as_lines
-from trainer.planner.search import Plan, alternatives, composed
+from trainer.planner.search import Composed, Plan, alternatives
 from trainer.planner.time_model import Lengths
 
 OWN = ("cluster", "lengths", "plans", "output")
 
 
-def plan(words: Sequence[str]) -> None:
-    """Print the plan of a command line of main_plan, and write its files. Raises ValueError and FileNotFoundError."""
+def plan(words: Sequence[str], composed: Composed, inputs: Callable[[PPOConfig], Iterable[str]]) -> None:
+    """Print the plan of a command line of main_plan, and write its files. inputs: problems of files.
+
+    Raises ValueError and FileNotFoundError."""
     own = {key: value for key, _, value in (word.partition("=") for word in words) if key in OWN}
     overrides = [word for word in words if word.partition("=")[0] not in OWN]
     if "cluster" not in own:
@@ -31,14 +32,14 @@ def plan(words: Sequence[str]) -> None:
         f"trainer.nnodes={cluster.nodes}", f"trainer.n_gpus_per_node={cluster.gpus}", f"trainer.device={cluster.hardware.device}",
     ]  # fmt: skip
     config = composed(overrides)
-    if problems := [*ppo_inputs(config)]:
+    if problems := [*inputs(config)]:
         raise ValueError("\n".join(problems))
     models = measured(config)
     if unknown := sorted(key for key, model in models.items() if model.shape is None):
         raise ValueError(f"{unknown[0]}.model.path: the planner covers dense decoders, and this model is none")
     shapes = {key: model.shape for key, model in models.items() if model.shape is not None}
     given = Plan(config, cluster, shapes, lengths_of(own.get("lengths"), config), {})
-    others = alternatives(given, overrides, int(count))
+    others = alternatives(given, overrides, int(count), composed)
     print("\n".join(as_lines(given, others)))
     if "output" in own:
         folder = Path(own["output"])

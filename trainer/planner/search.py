@@ -12,15 +12,14 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from heapq import heapify, heappop, heappush
 from itertools import product
+from operator import attrgetter
 from typing import Any, TypeVar
 
 from configs.base.keys import ConfigError
-from configs.compose import compose_with_notes
 from configs.schema.placement import Placement
 from configs.schema.ppo import PPOConfig
 from configs.validation.batches import roles_of
 from configs.validation.placement import placement_of
-from trainer.cli.preflight import check_ppo_config
 from trainer.planner.hardware import Cluster
 from trainer.planner.memory_estimate import Use, estimate
 from trainer.planner.memory_model import Shape
@@ -31,6 +30,8 @@ from trainer.ppo.ppo_builder import wants_critic
 T = TypeVar("T")
 U = TypeVar("U")
 Overrides = dict[str, Any]
+Composed = Callable[[Sequence[str]], PPOConfig]
+"""The checked configuration of a command line; raises ConfigError."""
 ROLLOUT = "actor_rollout_ref.rollout"
 MARGIN = 0.95
 """Fraction of a GPU that a plan may use: torch's allocator fragments (docs/performance.md)."""
@@ -100,7 +101,7 @@ def replaced(config: Any, overrides: Overrides) -> Any:
     """The configuration with these values by key."""
     for key, value in overrides.items():
         name, _, rest = key.partition(".")
-        config = replace(config, **{name: replaced(getattr(config, name), {rest: value}) if rest else value})
+        config = replace(config, **{name: replaced(value_of(config, name), {rest: value}) if rest else value})
     return config
 
 
@@ -109,14 +110,7 @@ def as_words(overrides: Overrides) -> list[str]:
     return [f"{key}={str(value).lower() if isinstance(value, bool) else value}" for key, value in overrides.items()]
 
 
-def composed(words: Sequence[str]) -> PPOConfig:
-    """The configuration of a command line, checked as main_ppo checks it. Raises ConfigError."""
-    config, typed, _ = compose_with_notes("ppo_trainer", PPOConfig, words)
-    check_ppo_config(config, typed)
-    return config
-
-
-def accepted(plan: Plan, words: Sequence[str]) -> bool:
+def accepted(plan: Plan, words: Sequence[str], composed: Composed) -> bool:
     """Whether the plan's command line is valid and its configuration has the predicted time."""
     try:
         config = composed([*words, *as_words(plan.overrides)])
@@ -130,13 +124,13 @@ def replace_plan(plan: Plan, config: PPOConfig) -> Plan:
     return Plan(config, plan.cluster, plan.shapes, plan.lengths, plan.overrides)
 
 
-def alternatives(plan: Plan, words: Sequence[str], count: int) -> list[Plan]:
-    """The fastest plans whose command lines are valid, in the order of their times."""
+def alternatives(plan: Plan, words: Sequence[str], count: int, composed: Composed) -> list[Plan]:
+    """The fastest plans whose command lines are valid, in the order of their times. words: the given command line."""
     found: list[Plan] = []
     for _, candidate in ranked(plan):
         if len(found) == count:
             break
-        if not any(untuned(candidate) == untuned(other) for other in found) and accepted(candidate, words):
+        if not any(untuned(candidate) == untuned(other) for other in found) and accepted(candidate, words, composed):
             found.append(candidate)
     return found
 
@@ -249,9 +243,7 @@ def changed(plan: Plan, overrides: Overrides) -> Overrides:
 
 
 def value_of(config: Any, key: str) -> Any:
-    for name in key.split("."):
-        config = getattr(config, name)
-    return config
+    return attrgetter(key)(config)
 
 
 def powers(most: int) -> list[int]:

@@ -57,7 +57,7 @@ class Span:
 
 
 def schedule(config: PPOConfig, place: Placement, phases: list[PhaseTime]) -> list[Span]:
-    """Spans of a step. Generation ahead (async_training.mode) runs beside the rest, on GPUs of its own."""
+    """Spans of a step. Generation ahead (async_training.mode) overlaps the rest, on GPUs of its own."""
     ahead = config.async_training.mode in ("one_step_off", "async") and "actor" not in place.pool("rollout").roles
     spans: list[Span] = []
     began = 0.0

@@ -1,18 +1,21 @@
 """Search: equal to brute force, never worse with more GPUs, and only plans that the command line accepts."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from configs.base.keys import ConfigError
 from configs.compose import compose
 from configs.schema.ppo import PPOConfig
 from scripts.bench.shapes import SHAPES
+from trainer.main_plan import composed
 from trainer.planner import search
 from trainer.planner.hardware import Cluster
 from trainer.planner.memory_model import Shape
-from trainer.planner.search import Plan, alternatives, as_words, best_pairs, candidates, composed, powers, ranked
+from trainer.planner.search import Plan, alternatives, as_words, best_pairs, candidates, powers, ranked
 from trainer.planner.time_model import Lengths
 
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -99,7 +102,7 @@ def test_a_node_behind_a_slow_network_is_not_used() -> None:
 def test_command_lines_of_plans_are_accepted_and_have_the_predicted_time(more: tuple[str, ...]) -> None:
     given_plan = plan("1x4xH100", "7b", *more)
     line = words(given_plan.cluster, *more)
-    found = alternatives(given_plan, line, 3)
+    found = alternatives(given_plan, line, 3, composed)
     assert len(found) == 3 and [one.seconds for one in found] == sorted(one.seconds for one in found)
     for one in found:
         config = composed([*line, *as_words(one.overrides)])
@@ -108,19 +111,17 @@ def test_command_lines_of_plans_are_accepted_and_have_the_predicted_time(more: t
         assert max(use.bytes or 0.0 for use in again.uses) <= 0.95 * one.cluster.hardware.memory
 
 
-def test_plan_that_the_checks_refuse_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plan_that_the_checks_refuse_is_left_out() -> None:
     given_plan = plan("1x4xH100", "7b")
     line = words(given_plan.cluster)
-    best = alternatives(given_plan, line, 1)[0]
-    real = search.composed
+    best = alternatives(given_plan, line, 1, composed)[0]
 
-    def refusing(command: list[str]) -> PPOConfig:
+    def refusing(command: Sequence[str]) -> PPOConfig:
         if {*as_words(best.overrides)} <= {*command}:
-            raise search.ConfigError("refused")
-        return real(command)
+            raise ConfigError("refused")
+        return composed(command)
 
-    monkeypatch.setattr(search, "composed", refusing)
-    assert best.overrides not in [one.overrides for one in alternatives(given_plan, line, 2)]
+    assert best.overrides not in [one.overrides for one in alternatives(given_plan, line, 2, refusing)]
 
 
 def test_nothing_fits_a_gpu_that_is_too_small() -> None:
