@@ -1,5 +1,6 @@
 """GPU memory that trainer.main_ppo would use with these arguments, by the planner's model, as JSON in $GPU_ROW_FORECAST.
 
+With $GPU_ROW_HARDWARE, a file of configs/hardware, also the seconds of each phase; responses are as long as they may be.
 The configuration is checked as the program checks it; a problem is a line on stderr, and the exit code is 2. Nothing is started.
 """
 
@@ -19,8 +20,13 @@ from configs.schema.ppo import PPOConfig
 from configs.validation.placement import placement_of
 from trainer.cli.preflight import check_ppo_config, ppo_inputs
 from trainer.planner.dry_run import doubts, measured, uses_of
+from trainer.planner.hardware import load_hardware
+from trainer.planner.step_time import phase_times, schedule, step_seconds
+from trainer.planner.time_model import Lengths
 from trainer.ppo.ppo_builder import wants_critic
 from workers.rollout.base import Sampling
+
+PROMPT = 306  # mean tokens of make.py's prompts
 
 
 def main() -> None:
@@ -41,6 +47,12 @@ def main() -> None:
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
     }
+    shapes = {key: model.shape for key, model in models.items() if model.shape is not None}
+    if (name := os.environ.get("GPU_ROW_HARDWARE")) and shapes.keys() == models.keys():
+        lengths = Lengths(min(PROMPT, config.data.max_prompt_length), *2 * [config.data.max_response_length])
+        phases = phase_times(config, place, shapes, load_hardware(name), lengths)
+        found["times"] = {phase.phase: phase.parts for phase in phases}
+        found["step"] = step_seconds(schedule(config, place, phases))
     Path(os.environ["GPU_ROW_FORECAST"]).write_text(json.dumps(found, indent=1))
 
 

@@ -162,7 +162,8 @@ def test_every_command_exists(page: str, words: list[str]) -> None:
     """Every command is run or composed by a test of this file, or starts like one of NOT_RUN."""
     line, program = " ".join(words), words[0]
     if program == "python" and words[1] == "-m":
-        known = [*PROGRAMS, "trainer.report", "trainer.main_compare", "trainer.main_init", "trainer.main_translate"]
+        own = ("trainer.report", "trainer.main_compare", "trainer.main_init", "trainer.main_plan", "trainer.main_translate")
+        known = [*PROGRAMS, *own]
         assert words[2] in known or words[2].startswith("data_preprocess."), line
         assert importlib.util.find_spec(words[2]) is not None
         if words[2] == "trainer.main_translate":

@@ -220,7 +220,7 @@ def every(frequency: int) -> list[str]:
 
 
 def memory_lines(config: PPOConfig, place: Placement, models: dict[str, MeasuredModel]) -> Iterator[str]:
-    yield "memory of a worker (an estimate; layers recomputed, rows as long as they may be; 1 GB is 10^9 bytes)"
+    yield "memory of a worker (an estimate; rows as long as they may be; 1 GB is 10^9 bytes)"
     if unknown := sorted(key for key, model in models.items() if model.shape is None):
         yield f"  none: it is for dense decoders, and {', '.join(unknown)} is none"
     yield from (f"  {use.pool:<12}{use.phase:<26}{of_gpu(use)}" for use in uses_of(config, place, models))

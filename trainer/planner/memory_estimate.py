@@ -72,6 +72,7 @@ class Role:
             offload=model is not None and model.enable_activation_offload,
             pieces=model.tiled_mlp.num_shards if model is not None and model.tiled_mlp.enabled else 1,
             seen=self.seen,
+            recompute=model is None or model.enable_gradient_checkpointing,
         )
 
     def checkpoint(self) -> float:

@@ -81,7 +81,8 @@ class Setting:
     model_dtype and dtype. trained: all weights are trained; False: frozen base, as under LoRA, whose adapter is not counted.
     several: a step has more than one micro-batch. no_sync: gradients are reduced over GPUs only in the last micro-batch. gqa: the
     attention kernel accepts fewer key heads than query heads. offload: enable_activation_offload of the model. pieces: num_shards
-    of its tiled_mlp; 1 without it. seen: keys that attention gathers per computed token, 1 unless rows share prefixes.
+    of its tiled_mlp; 1 without it. seen: keys that attention gathers per computed token, 1 unless rows share prefixes. recompute:
+    layers are recomputed in the backward pass.
     """
 
     gpus: int = 1
@@ -96,6 +97,7 @@ class Setting:
     offload: bool = False
     pieces: int = 1
     seen: float = 1.0
+    recompute: bool = True
 
     @property
     def unsharded(self) -> bool:
@@ -149,7 +151,14 @@ def reducing(shape: Shape, setting: Setting) -> float:
 
 
 def layer_inputs(shape: Shape, setting: Setting, layers: float) -> float:
-    """Bytes per token of layer inputs, which recomputation keeps for each of ``layers`` layers; one with activation offload."""
+    """Bytes per token that ``layers`` layers keep: their inputs if recomputed; of one layer with activation offload.
+
+    Not recomputed: inputs and outputs of two norms (each one kernel, as on CUDA), gate, its activation, up and their product, and
+    attention's tensors.
+    """
+    if not setting.recompute:
+        kept = setting.compute * 4 * (shape.hidden + shape.intermediate) + attention_kept(shape, setting)
+        return layers * kept
     return setting.compute * shape.hidden * (min(layers, 1) if setting.offload else layers)
 
 

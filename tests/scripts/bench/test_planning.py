@@ -1,0 +1,50 @@
+"""Tables of predictions against measurements."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from scripts.bench import planning
+from scripts.bench.planning import backtest_table, compared, order, predict
+from scripts.bench.step import arguments, make_task
+from trainer.planner.hardware import load_hardware
+
+
+def test_sleep_counts_to_the_sync_wherever_the_timeline_has_it() -> None:
+    forecast = {"times": {"answers": {"decode": 2.0}, "actor: update": {"products": 1.0, "optimizer": 0.5}}, "step": 4.0}
+    measured = {"gen": 2.5, "update_actor": 2.0, "sync": 0.1, "engine_sleep": 0.4, "step": 5.0}
+    columns = compared(measured, forecast)["columns"]
+    assert columns["generation"] == (2.5, 2.0) and columns["update"] == (1.6, 1.5)
+    assert columns["sync"] == (0.5, 0.0) and columns["step"] == (5.0, 4.0)
+    with_forward = compared(measured | {"ref": 1.0}, forecast)["columns"]
+    assert with_forward["forward"] == (0.6, 0.0) and with_forward["update"] == (2.0, 1.5)
+
+
+def test_order_leaves_out_pairs_that_are_measured_equal() -> None:
+    assert order([(1.0, 1.0), (2.0, 3.0), (4.0, 2.0)]) == ((2, 3), pytest.approx(1 / 3))
+    assert order([(1.0, 2.0), (1.04, 1.0)]) == ((0, 0), 1.0)
+
+
+def test_table_has_errors_and_their_medians() -> None:
+    columns = {"generation": (2.0, 1.0), "forward": (0.0, 0.0), "update": (1.0, 1.1), "sync": (0.5, 0.5), "step": (4.0, 3.0)}
+    text = backtest_table([{"row": "a", "shape": "7b", "card": "1 x NVIDIA H200", "columns": columns}])
+    assert "| a: 7b, 1 x H200 | 2, 1 (-50%) |  | 1, 1.1 (+10%) | 0.5, 0.5 (+0%) | 4, 3 (-25%) |" in text
+    assert "| median error | 50% |  | 10% | 0% | 25% |" in text
+
+
+def test_measured_layouts_are_read_and_not_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planning, "run_tandem", lambda *args: pytest.fail("was measured"))
+    records = tmp_path / "records.jsonl"
+    records.write_text(json.dumps({"name": "tiny, one worker", "cpu_s": 1.5, "wall_s": 2.0}) + "\n")
+    found = planning.layout("tiny, one worker", load_hardware("cpu"), records)
+    assert found["cpu"][0] == 1.5 and found["wall"][0] == 2.0 and found["cpu"][1] > 0
+
+
+def test_cpu_seconds_are_those_of_all_workers(tmp_path: Path) -> None:
+    work = planning.TINY
+    words = arguments(work, make_task(work, tmp_path, seed=0), tmp_path / "run")
+    hardware = load_hardware("cpu")
+    one, two = predict(words, work, hardware), predict([*words, *planning.TWO], work, hardware)
+    assert one["cpu"] == pytest.approx(one["step"])
+    assert two["step"] < one["step"] < two["cpu"] < 2 * two["step"] * 1.001

@@ -1,0 +1,77 @@
+"""main_plan on a tiny model: table, JSON, page, lengths of a run, and its errors."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.runs import make_task, ppo_arguments
+from trainer import main_plan, main_ppo
+
+RAY = "trainer.backend=ray"
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_task(tmp_path_factory.mktemp("task"), train_size=16, test_size=8, sft_size=8)
+
+
+def planned(task: Path, folder: Path, capsys: pytest.CaptureFixture[str], *words: str) -> tuple[str, str, int]:
+    capsys.readouterr()
+    code = 0
+    try:
+        main_plan.main([*ppo_arguments(task, folder / "run"), RAY, *words])
+    except SystemExit as error:
+        code = int(str(error.code))
+    out, err = capsys.readouterr()
+    return out, err, code
+
+
+def test_plan_is_printed_and_written_and_nothing_is_started(
+    task: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, err, code = planned(task, tmp_path, capsys, "cluster=1x2xcpu", f"output={tmp_path}/plan", "plans=2")
+    assert code == 0, err
+    assert "answers" in out and "actor: update" in out and "binds: time:" in out and "\n1. " in out and "\n3. " not in out
+    found = json.loads((tmp_path / "plan" / "plan.json").read_text())
+    assert [*found] == ["command", "plan", "alternatives"] and len(found["alternatives"]) == 2
+    assert found["plan"]["seconds"] == pytest.approx(max(phase["end"] for phase in found["plan"]["phases"]))
+    page = (tmp_path / "plan" / "plan.html").read_text()
+    assert "<svg" in page and "actor: update" in page and "<script" not in page
+    assert not (tmp_path / "run").exists()
+
+
+def test_alternatives_pass_the_dry_run(task: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    planned(task, tmp_path, capsys, "cluster=1x2xcpu", f"output={tmp_path}/plan", "plans=3")
+    for plan in json.loads((tmp_path / "plan" / "plan.json").read_text())["alternatives"]:
+        words = ppo_arguments(
+            task, tmp_path / "run", RAY, "trainer.n_gpus_per_node=2", *plan["overrides"], "trainer.dry_run=full"
+        )
+        assert main_ppo.PROGRAM(words) == 0, capsys.readouterr().err
+        assert "more than there is" not in capsys.readouterr().out
+
+
+def test_lengths_are_read_from_a_run(task: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = [{"response_length/mean": mean, "response_length/max": 4, "prompt_length/mean": 5} for mean in range(1, 21)]
+    metrics = tmp_path / "metrics.jsonl"
+    metrics.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    out, err, code = planned(task, tmp_path, capsys, "cluster=1x1xcpu", f"lengths={metrics}", "plans=1")
+    assert code == 0 and "responses of 20 tokens on average, 4 at most" in out, err  # the mean of the last two of 20 lines
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ((), "error: cluster=null: the GPUs to plan for are not named; set cluster=2x8xH100"),
+        (("cluster=1x1xH10",), "did you mean"),
+        (("cluster=1x1xcpu", "lengths=9:4"), "lengths=9:4: needs mean <= maximum"),
+        (("cluster=1x1xcpu", "lengths=none.jsonl"), "lengths=none.jsonl: no such file"),
+        (("cluster=1x1xcpu", "data.train_batch_size=999"), "data.train_batch_size=999"),
+        (("cluster=1x1xcpu", "plans=none"), "plans=none: must be a number"),
+    ],
+)
+def test_errors_are_one_line(
+    task: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], words: tuple[str, ...], message: str
+) -> None:
+    _, err, code = planned(task, tmp_path, capsys, *words)
+    assert code == 2 and message in err and "Traceback" not in err

@@ -1,0 +1,251 @@
+"""Search for the fastest settings of a run on a cluster that fit its memory.
+
+Candidates are pairs of a rollout's and the trainers' settings on the same GPUs. A step never takes less time if one of them takes
+more, so pairs are visited in the order of their times, and the search ends with the last plan that is asked for: most pairs are
+never checked for memory. Candidates also use a part of the cluster, so that more GPUs never make the best plan slower.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from heapq import heapify, heappop, heappush
+from itertools import product
+from operator import attrgetter
+from typing import Any, TypeVar
+
+from configs.base.keys import ConfigError
+from configs.schema.placement import Placement
+from configs.schema.ppo import PPOConfig
+from configs.validation.batches import roles_of
+from configs.validation.placement import placement_of
+from trainer.planner.hardware import Cluster
+from trainer.planner.memory_estimate import Use, estimate
+from trainer.planner.memory_model import Shape
+from trainer.planner.step_time import ACTOR, GENERATE, PhaseTime, Span, phase_times, schedule, step_seconds
+from trainer.planner.time_model import Lengths
+from trainer.ppo.ppo_builder import wants_critic
+
+T = TypeVar("T")
+U = TypeVar("U")
+Overrides = dict[str, Any]
+Composed = Callable[[Sequence[str]], PPOConfig]
+"""The checked configuration of a command line; raises ConfigError."""
+ROLLOUT = "actor_rollout_ref.rollout"
+MARGIN = 0.95
+"""Fraction of a GPU that a plan may use: torch's allocator fragments (docs/performance.md)."""
+TUNED = ("max_token_len_per_gpu", "gpu_memory_utilization", "_offload")
+"""Ends of keys by which two plans of a list do not differ alone."""
+
+
+def best_pairs(
+    first: Sequence[T], second: Sequence[U], cost: Callable[[T, U], float], fits: Callable[[T, U], bool]
+) -> Iterator[tuple[float, T, U]]:
+    """Yield the pairs that fit, in the order of their costs.
+
+    Both sequences are sorted so that ``cost`` does not decrease along either of them.
+    """
+    if not second:
+        return
+    queue = [(cost(one, second[0]), i, 0) for i, one in enumerate(first)]
+    heapify(queue)
+    while queue:
+        seconds, i, j = heappop(queue)
+        if j + 1 < len(second):
+            heappush(queue, (cost(first[i], second[j + 1]), i, j + 1))
+        if fits(first[i], second[j]):
+            yield seconds, first[i], second[j]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A configuration on a cluster, with its predicted memory and time. overrides: those that differ from the given command."""
+
+    config: PPOConfig
+    cluster: Cluster
+    shapes: Mapping[str, Shape]
+    lengths: Lengths
+    overrides: Overrides
+
+    @cached_property
+    def place(self) -> Placement:
+        return placement_of(self.config, has_critic="critic" in self.shapes)
+
+    @cached_property
+    def phases(self) -> list[PhaseTime]:
+        return phase_times(self.config, self.place, self.shapes, self.cluster.hardware, self.lengths)
+
+    @cached_property
+    def spans(self) -> list[Span]:
+        return schedule(self.config, self.place, self.phases)
+
+    @property
+    def seconds(self) -> float:
+        return step_seconds(self.spans)
+
+    @cached_property
+    def uses(self) -> list[Use]:
+        return list(estimate(self.config, self.place, self.shapes, self.cluster.hardware.memory))
+
+    @property
+    def fits(self) -> bool:
+        return all((use.bytes or 0.0) <= MARGIN * self.cluster.hardware.memory for use in self.uses)
+
+    def having(self, overrides: Overrides) -> Plan:
+        """The plan with other settings, without the checks of a command line: see ``accepted``."""
+        return Plan(replaced(self.config, overrides), self.cluster, self.shapes, self.lengths, self.overrides | overrides)
+
+
+def replaced(config: Any, overrides: Overrides) -> Any:
+    """The configuration with these values by key."""
+    for key, value in overrides.items():
+        name, _, rest = key.partition(".")
+        config = replace(config, **{name: replaced(value_of(config, name), {rest: value}) if rest else value})
+    return config
+
+
+def as_words(overrides: Overrides) -> list[str]:
+    """Overrides as on a command line."""
+    return [f"{key}={str(value).lower() if isinstance(value, bool) else value}" for key, value in overrides.items()]
+
+
+def accepted(plan: Plan, words: Sequence[str], composed: Composed) -> bool:
+    """Whether the plan's command line is valid and its configuration has the predicted time."""
+    try:
+        config = composed([*words, *as_words(plan.overrides)])
+        checked = replace_plan(plan, config)
+        return checked.fits and abs(checked.seconds - plan.seconds) <= 1e-6 * plan.seconds
+    except ConfigError:
+        return False
+
+
+def replace_plan(plan: Plan, config: PPOConfig) -> Plan:
+    return Plan(config, plan.cluster, plan.shapes, plan.lengths, plan.overrides)
+
+
+def alternatives(plan: Plan, words: Sequence[str], count: int, composed: Composed) -> list[Plan]:
+    """The fastest plans whose command lines are valid, in the order of their times. words: the given command line."""
+    found: list[Plan] = []
+    for _, candidate in ranked(plan):
+        if len(found) == count:
+            break
+        if not any(untuned(candidate) == untuned(other) for other in found) and accepted(candidate, words, composed):
+            found.append(candidate)
+    return found
+
+
+def untuned(plan: Plan) -> Overrides:
+    return {key: value for key, value in plan.overrides.items() if not key.endswith(TUNED)}
+
+
+def ranked(plan: Plan) -> Iterator[tuple[float, Plan]]:
+    """Candidates that fit, in the order of their times: of all numbers of GPUs and placements, merged."""
+    queue: list[tuple[float, int, Plan, Iterator[tuple[float, Plan]]]] = []
+    for i, base in enumerate(bases(plan)):
+        pairs = candidates(base)
+        if (first := next(pairs, None)) is not None:
+            queue.append((first[0], i, first[1], pairs))
+    heapify(queue)
+    while queue:
+        seconds, i, candidate, pairs = heappop(queue)
+        yield seconds, candidate
+        if (following := next(pairs, None)) is not None:
+            heappush(queue, (following[0], i, following[1], pairs))
+
+
+def bases(plan: Plan) -> Iterator[Plan]:
+    """The plan on each number of GPUs, and in each placement."""
+    cluster, layouts = plan.cluster, {plan.config.placement.layout, "colocate_all", "split"}
+    for nodes, gpus, layout in product(powers(cluster.nodes), powers(cluster.gpus), sorted(layouts)):
+        size = {"trainer.nnodes": nodes, "trainer.n_gpus_per_node": gpus, "placement.layout": layout}
+        base = plan.having({key: value for key, value in size.items() if value_of(plan.config, key) != value})
+        try:
+            base.place  # noqa: B018  # raises if the pools do not fit
+        except ConfigError:
+            continue
+        yield base
+
+
+def candidates(base: Plan) -> Iterator[tuple[float, Plan]]:
+    """Candidates on the GPUs of ``base`` that fit, in the order of their times."""
+    rollouts = sorted((base.having(options) for options in rollout_options(base)), key=generation_seconds)
+    trainers = [base.having(options) for options in train_options(base)]
+
+    def joined(trainer: Plan, rollout: Plan) -> Plan:
+        return trainer.having({key: value for key, value in rollout.overrides.items() if key not in base.overrides})
+
+    def cost(trainer: Plan, rollout: Plan) -> float:
+        generation, rest = rollout.phases[:1], trainer.phases[1:]
+        return step_seconds(schedule(base.config, base.place, [*generation, *rest]))
+
+    def fits(trainer: Plan, rollout: Plan) -> bool:
+        return joined(trainer, rollout).fits
+
+    for seconds, trainer, rollout in best_pairs(trainers, rollouts, cost, fits):
+        yield seconds, joined(trainer, rollout)
+
+
+def generation_seconds(plan: Plan) -> float:
+    assert plan.phases[0].stage == GENERATE
+    return plan.phases[0].seconds
+
+
+def rollout_options(plan: Plan) -> Iterator[Overrides]:
+    """Tensor parallel sizes (with them the number of replicas) and shares of the GPU of an engine."""
+    rollout, pool = plan.config.actor_rollout_ref.rollout, plan.place.pool("rollout")
+    if rollout.name == "embedded":
+        yield {}
+        return
+    heads = plan.shapes[ACTOR].kv_heads
+    sizes = [size for size in powers(pool.n_gpus_per_node) if pool.n_gpus_per_node % size == 0 and heads % size == 0]
+    for size, share in product(sizes, (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)):
+        yield changed(plan, {f"{ROLLOUT}.tensor_model_parallel_size": size, f"{ROLLOUT}.gpu_memory_utilization": share})
+
+
+def train_options(plan: Plan) -> Iterator[Overrides]:
+    """Settings of actor, reference and critic, which all get the same ones."""
+    config, data = plan.config, plan.config.data
+    longest = data.max_prompt_length + data.max_response_length
+    pool, shape = plan.place.pool("actor"), plan.shapes[ACTOR]
+    gpus, node = pool.nnodes * pool.n_gpus_per_node, pool.n_gpus_per_node
+    keys = [key for key in roles_of(config, has_critic=wants_critic(config)) if key in (ACTOR, "actor_rollout_ref.ref", "critic")]
+    models = ["actor_rollout_ref.model", *(["critic.model"] if "critic" in keys else [])]
+    offloads = ((False, False), (False, True), (True, True)) if plan.cluster.hardware.device == "cuda" else ((False, False),)
+    splits = [(sp, 0) for sp in powers(node) if shape.heads % sp == 0 and node % sp == 0]
+    if config.actor_rollout_ref.actor.strategy == "megatron":
+        stages = [pp for pp in powers(gpus) if shape.layers % pp == 0]
+        splits = [(tp, pp) for tp in powers(node) for pp in stages if shape.kv_heads % tp == 0 and gpus % (tp * pp) == 0]
+    for (split, stages_), (params, optimizer), recompute, times in product(splits, offloads, (True, False), (1, 2, 4, 8, 16)):
+        if stages_ and not recompute:  # memory_estimate.py assumes that Megatron recomputes
+            continue
+        ranks = split if not stages_ else 1
+        tokens = {f"{key}.ppo_max_token_len_per_gpu": -(-longest * times // ranks) for key in keys if not key.endswith(".ref")}
+        tokens |= {f"{key}.forward_max_token_len_per_gpu": -(-longest * times // ranks) for key in keys if key == "critic"}
+        others = [ROLLOUT, *(key for key in keys if key.endswith(".ref"))]
+        tokens |= {f"{key}.log_prob_max_token_len_per_gpu": -(-longest * times // ranks) for key in others}
+        common = tokens | {f"{model}.enable_gradient_checkpointing": recompute for model in models}
+        if stages_:
+            values: Overrides = {"tensor_model_parallel_size": split, "pipeline_model_parallel_size": stages_}
+            values |= {"param_offload": params, "optimizer_offload": optimizer, "grad_offload": params}
+            yield changed(plan, common | {f"{key}.megatron.{name}": value for key in keys for name, value in values.items()})
+            continue
+        shards = {-1, *(size for size in (node, node // 2) if 0 < size < gpus and gpus % size == 0 and size % split == 0)}
+        for size in sorted(shards):
+            values = {"fsdp_size": size, "ulysses_sequence_parallel_size": split}
+            values |= {"param_offload": params, "optimizer_offload": optimizer}
+            yield changed(plan, common | {f"{key}.fsdp_config.{name}": value for key in keys for name, value in values.items()})
+
+
+def changed(plan: Plan, overrides: Overrides) -> Overrides:
+    """Those overrides that change the plan's configuration."""
+    return {key: value for key, value in overrides.items() if value_of(plan.config, key) != value}
+
+
+def value_of(config: Any, key: str) -> Any:
+    return attrgetter(key)(config)
+
+
+def powers(most: int) -> list[int]:
+    """Powers of two below ``most``, and ``most``."""
+    return [*(1 << i for i in range(most.bit_length()) if 1 << i < most), most]

@@ -1,0 +1,253 @@
+"""Time model: seconds of training passes, collectives and generation on one GPU. Arithmetic without a configuration.
+
+Each cost is an amount of work over a rate of the machine (hardware.py): a roofline whose roofs are measured. A pass over tokens
+costs the sum of its products, attention and elementwise kernels. On CUDA, Python and launches run ahead of the GPU, so the larger
+of both counts, and collectives of FSDP overlap with compute; on the CPU everything shares a core and adds up.
+
+Sources. FLOPs: 2 per parameter and token in a forward, twice that in the backward, one more forward of the layers if recomputed
+(Narayanan et al., arXiv:2104.04473, eq. 3, with the exact widths of grouped-query attention). Attention: 4 per query-key pair and
+width, 2.5 times that in the backward (FlashAttention-2, arXiv:2307.08691, section 4.1). Tensor parallel: two all-reduces of the
+hidden states a layer in each direction (arXiv:1909.08053, section 3). Pipeline: idle share (p - 1) / (v m) (arXiv:2104.04473,
+section 2.2). Ring collectives: (n - 1) / n of the bytes per GPU. Sizes in bytes, rates in bytes or FLOPs per second.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from heapq import heappop, heappush
+from itertools import groupby
+
+from trainer.planner.hardware import Hardware
+from trainer.planner.memory_model import Shape
+
+FLOAT32 = 4
+Parts = dict[str, float]
+"""Seconds by what takes them."""
+HEAD_BYTES = 32
+"""Traffic per logit of a forward: written and read in the compute dtype, cast, and read by maximum, exponential and sum."""
+ADAMW_NUMBERS = 7
+"""Numbers per parameter that AdamW reads (4) and writes (3): parameter, gradient, two moments."""
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Work of a pass on one GPU. products, attention: FLOPs. bytes: of elementwise kernels. launches: layers launched."""
+
+    products: float
+    attention: float
+    bytes: float
+    launches: float
+
+    def seconds(self, hardware: Hardware, size: int) -> Parts:
+        """Seconds by part. size: bytes of a number in the products."""
+        peak = hardware.peak(size)
+        device = {
+            "products": self.products / (peak * hardware.products),
+            "attention": self.attention / (peak * hardware.attention),
+            "elementwise": self.bytes / (hardware.bandwidth * hardware.streaming),
+        }
+        host = self.launches * hardware.software.layer
+        if hardware.device == "cuda":
+            host = max(0.0, host - sum(device.values()))
+        return device | {"launches": host}
+
+
+def pass_work(
+    shape: Shape,
+    tokens: float,
+    pairs: float,
+    size: int,
+    *,
+    micro_batches: int,
+    head: bool,
+    backward: bool = False,
+    recompute: bool = False,
+    frozen: bool = False,
+) -> Work:
+    """Work of a pass over ``tokens`` on one GPU that holds the whole model.
+
+    pairs: query-key pairs of causal attention, the sum of length^2 / 2 over rows. head: with the language head, whose logits are
+    computed again in the backward (workers/engine/logprob.py). frozen: no gradients of weights, as under LoRA.
+    """
+    layers = shape.layers * (1 + (2 + recompute if backward else 0))
+    products = layers - shape.layers * (backward and frozen)
+    attention = shape.layers * (1 + (2.5 + recompute if backward else 0))
+    heads = ((3 if frozen else 4) if backward else 1) if head else 0
+    # Two norms, two residual sums and the cast of their input; rotary embedding, q, k and v; gate, up and their product.
+    elementwise = size * (16 * shape.hidden + 8 * (shape.queries + 2 * shape.keys) + 5 * shape.intermediate)
+    logits = HEAD_BYTES * (2 if backward else 1) * head
+    return Work(
+        products=2.0 * tokens * (products * matrices(shape) + heads * shape.vocabulary * shape.hidden),
+        attention=4.0 * pairs * attention * shape.queries,
+        bytes=tokens * (layers * elementwise + logits * shape.vocabulary),
+        launches=float(micro_batches * layers),
+    )
+
+
+def matrices(shape: Shape) -> int:
+    """Parameters of a layer's matrices, which are multiplied by each token."""
+    return 2 * shape.hidden * (shape.queries + shape.keys) + 3 * shape.hidden * shape.intermediate
+
+
+def optimizer(parameters: float, size: int, hardware: Hardware) -> float:
+    """Seconds of AdamW on this many parameters of ``size`` bytes."""
+    return ADAMW_NUMBERS * size * parameters / (hardware.bandwidth * hardware.streaming)
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """A communicator of ``ranks`` GPUs. crosses: it spans several nodes."""
+
+    ranks: int
+    crosses: bool
+    hardware: Hardware
+
+    def ring(self, size: float, calls: float = 1.0, rounds: int = 1) -> float:
+        """Seconds of ``calls`` all-gathers, reduce-scatters or all-to-alls of ``size`` bytes each; rounds=2: all-reduces."""
+        if self.ranks == 1:
+            return 0.0
+        rate = self.hardware.network if self.crosses else self.hardware.link
+        return calls * rounds * (self.hardware.latency + size * (self.ranks - 1) / self.ranks / rate)
+
+
+def fsdp(
+    shape: Shape, shards: Group, copies: Group, size: int, compute: float, *, micro_batches: int, backward: bool, reshard: bool
+) -> Parts:
+    """Seconds of FSDP's collectives that computation (``compute`` seconds) does not hide.
+
+    Weights are gathered in the compute dtype, once more in the backward if freed in between; gradients are reduced in float32
+    over the shards in every micro-batch, and once over the copies of HSDP.
+    """
+    gathers = micro_batches * (2 if backward and reshard else 1)
+    units, root = shape.layers * shape.layer_parameters, shape.root_parameters
+    whole = gathers * (shards.ring(size * shape.layer_parameters, shape.layers) + shards.ring(size * root))
+    if backward:
+        whole += micro_batches * shards.ring(FLOAT32 * (units + root), 1) + copies.ring(
+            FLOAT32 * shape.parameters / shards.ranks, rounds=2
+        )
+    if shards.hardware.device == "cpu":
+        return {"collectives": whole}
+    # Nothing hides the gather of the root and the first layer, and in the backward the reduction of the root.
+    first = gathers * shards.ring(size * (root + shape.layer_parameters)) + micro_batches * backward * shards.ring(FLOAT32 * root)
+    return {"collectives": max(first, whole - compute)}
+
+
+def fsdp_copies(
+    shape: Shape, shards: int, size: int, kept: int, hardware: Hardware, *, micro_batches: int, backward: bool, reshard: bool
+) -> float:
+    """Seconds of FSDP's own copies, which it makes on one GPU too.
+
+    A shard's cast, gathered weights out of their buffer; in the backward the gradients' cast to float32 and their sum.
+    kept: bytes of a parameter.
+    """
+    gathers = 2 if backward and reshard else 1
+    each = gathers * (kept / shards + 3 * size) + backward * (size + FLOAT32 + 3 * FLOAT32 / shards)
+    return micro_batches * shape.parameters * each / (hardware.bandwidth * hardware.streaming)
+
+
+def tensor_parallel(shape: Shape, group: Group, tokens: float, size: int, *, micro_batches: int, passes: float) -> float:
+    """Seconds of Megatron's all-reduces of hidden states; sequence parallel moves the same bytes (arXiv:2205.05198).
+
+    passes: times that the layers are passed: 1 forward, 2 with the backward, 3 with recomputation.
+    """
+    calls = 2 * shape.layers * passes * micro_batches
+    return group.ring(size * tokens * shape.hidden / micro_batches, calls, rounds=2)
+
+
+def ulysses(shape: Shape, group: Group, tokens: float, size: int, *, micro_batches: int, passes: float) -> float:
+    """Seconds of Ulysses' all-to-alls, of q, k, v and the output of each layer (arXiv:2309.14509). tokens: of this rank."""
+    width = 2 * shape.queries + 2 * shape.keys
+    return group.ring(size * tokens * width / 4 / micro_batches, 4 * shape.layers * passes * micro_batches)
+
+
+def bubble(stages: int, chunks: int, micro_batches: int) -> float:
+    """Idle time of a pipeline as a multiple of its work."""
+    return (stages - 1) / (chunks * micro_batches)
+
+
+@dataclass(frozen=True, slots=True)
+class Decoder:
+    """A rollout engine on ``group``'s GPUs (tensor parallel). slots: sequences at once. eager: without CUDA graphs."""
+
+    shape: Shape
+    group: Group
+    slots: int
+    size: int
+    eager: bool = False
+
+    def step(self, running: float, context: float) -> float:
+        """Seconds of a decode step of ``running`` sequences with ``context`` tokens each on average."""
+        shape, hardware, costs = self.shape, self.group.hardware, self.group.hardware.software
+        rate, ranks = hardware.bandwidth * hardware.reading, self.group.ranks
+        weights = shape.layers * matrices(shape) + shape.vocabulary * shape.hidden
+        # Weights are read once for all sequences, keys and values by each.
+        reading = self.size * weights / rate
+        multiplying = 2 * weights * running / (hardware.peak(self.size) * hardware.products)
+        cache = running * context * 2 * shape.keys * shape.layers * self.size / rate
+        logits = HEAD_BYTES * shape.vocabulary * running / rate
+        device = (max(reading, multiplying) + cache + logits) / ranks
+        if ranks > 1:
+            device += self.group.ring(self.size * running * shape.hidden, 2 * shape.layers, rounds=2)
+        host = costs.decode + costs.decode_row * running + (costs.decode_layer * shape.layers if self.eager else 0.0)
+        return max(device, host) if hardware.device == "cuda" else device + host
+
+    def prefill(self, tokens: float, length: float) -> float:
+        """Seconds to compute ``tokens`` of prompts of ``length`` tokens each."""
+        work = pass_work(self.shape, tokens, tokens * length / 2, self.size, micro_batches=0, head=False)
+        return sum(work.seconds(self.group.hardware, self.size).values()) / self.group.ranks
+
+    def generate(self, prompts: float, prompt: float, lengths: Sequence[int]) -> Parts:
+        """Seconds until all responses of a replica have ended. lengths: tokens of each; they enter in this order."""
+        decoding, now, admitted, began = 0.0, 0, 0, 0.0
+        running: list[int] = []  # decode steps after which responses end
+        while running or admitted < len(lengths):
+            while admitted < len(lengths) and len(running) < self.slots:
+                heappush(running, now + lengths[admitted])
+                began, admitted = began + now, admitted + 1
+            until = running[0]
+            # Tokens that running responses have on average, halfway to the next end.
+            context = prompt + (now + until) / 2 - began / len(running)
+            decoding += (until - now) * self.step(len(running), context)
+            while running and running[0] == until:
+                heappop(running)
+                began -= began / (len(running) + 1)
+            now = until
+        return {"decode": decoding, "prefill": self.prefill(prompts * prompt, prompt)}
+
+
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """Mean and maximum tokens of prompts and responses. Responses are geometric, truncated at the maximum."""
+
+    prompt: float
+    response: float
+    most: int
+
+    def responses(self, count: int) -> tuple[int, ...]:
+        """Lengths of ``count`` responses: evenly spaced quantiles, in a fixed irregular order."""
+        return _quantiles(self.response, self.most, count)
+
+
+@cache
+def _quantiles(mean: float, most: int, count: int) -> tuple[int, ...]:
+    if mean >= most:
+        return (most,) * count
+
+    def of(scale: float) -> list[int]:
+        return [min(most, max(1, math.ceil(-scale * math.log1p(-(i + 0.5) / count)))) for i in range(count)]
+
+    low, high = 0.0, 1e3 * most
+    for _ in range(50):  # bisection: the mean grows with the scale
+        middle = (low + high) / 2
+        low, high = (middle, high) if sum(of(middle)) < mean * count else (low, middle)
+    found = of(high)
+    # Steps of a golden ratio: long and short responses alternate.
+    return tuple(found[i] for i in sorted(range(count), key=lambda i: (i * 0.6180339887) % 1))
+
+
+def pairs_of(lengths: Sequence[int], prompt: float) -> float:
+    """Mean query-key pairs of a row with a prompt and one of these responses."""
+    return sum(len([*same]) * (prompt + length) ** 2 / 2 for length, same in groupby(sorted(lengths))) / len(lengths)
