@@ -34,11 +34,11 @@ def compare(argv: Sequence[str]) -> int:
         return complain(f"out={outs[-1]}: must be a file's path, of which .html and .png are made")
     if not directories:
         return complain(f"out={out}: there is nothing to compare; name run directories, or a sweep's")
-    from trainer.report.compare import beside, find_runs, groups_of, table, write_comparison
+    from trainer.report.compare import default_path, find_runs, groups_of, table, write_comparison
 
     try:
         groups = groups_of(find_runs(directories))
-        paths = write_comparison(groups, Path(out) if outs else beside(directories))
+        paths = write_comparison(groups, Path(out) if outs else default_path(directories))
     except (ValueError, OSError) as error:
         return complain(" ".join(str(error).split()))
     print("\n".join(table(groups)))

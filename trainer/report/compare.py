@@ -194,7 +194,7 @@ def charts_of(groups: Sequence[Group]) -> list[Chart]:
     return charts
 
 
-def beside(directories: Sequence[Path]) -> Path:
+def default_path(directories: Sequence[Path]) -> Path:
     """Default path of a comparison: in a sweep's directory, or next to the runs."""
     if len(directories) == 1 and not (directories[0] / METRICS).exists():
         return directories[0] / "comparison"

@@ -123,7 +123,7 @@ def test_page_and_picture_show_the_groups(
     assert int.from_bytes(picture[16:20]) == 2 * 624, "two charts side by side"
 
 
-def test_comparison_is_written_beside_the_runs(sweep: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_comparison_is_written_next_to_the_runs(sweep: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for directories in ([sweep], [sweep / "0", sweep / "1"], [sweep / "0"]):
         assert compare([str(directory) for directory in directories]) == 0
         assert capsys.readouterr().out.splitlines()[-1].startswith(f"comparison: {sweep}/comparison.html")

@@ -471,7 +471,7 @@ class AgentSession:
             for i, start, end in zip(row.nodes, ends, ends[1:], strict=False):
                 places.setdefault(i, (row.part, start, end))  # trained in the first row that has it
         found = {(call.key, call.ordinal): (node, most) for node, call, most in self._calls}
-        # In the order in which they were given: that in which calls at the same time got theirs depends on the clock.
+        # In the order in which they were given: the order in which simultaneous calls got their turns depends on the clock.
         return [TurnPlace(*places[found[turn][0]], *turn, found[turn][1]) for turn in self._given if turn in found]
 
     def _parts(self, rows: Sequence[Row]) -> list[Part]:
@@ -553,7 +553,7 @@ def token_agent(make: Callable[..., Any], setup: AgentSetup) -> AgentLoop:
         found: dict[str, Any] = await session.user_code.run(work, session, seconds=math.inf)
         if session.stopped is not None:
             raise session.stopped
-        if session.repeats or session.waits is not None:
+        if session.repeats or session.waits:
             raise JournalDiffers("it ended before the last call of its journal")
         session.extra |= found["extra"]
         session.finished = bool(session.messages) and not session.marked()[-1].get("truncated", False)

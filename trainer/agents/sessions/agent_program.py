@@ -7,7 +7,7 @@ as long as the journal has them.
 
 The engines work on all calls that a session makes before it settles, from the same tick on. A coroutine has settled when the loop
 that it runs in has nothing to do and all that it has sent was read, see ``ProgramCalls._quiet``: however long it computes, the
-ticks are the same. Of a function nobody can tell what its threads are about to do: it has settled with its first call, and calls
+ticks are the same. What the threads of a function are about to do is not known: it has settled with its first call, and calls
 that its other threads make meanwhile enter a later tick. This changes neither their seeds nor their places.
 """
 
