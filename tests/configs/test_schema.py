@@ -87,9 +87,9 @@ def test_every_leaf_of_training_has_a_comment_of_its_own() -> None:
     assert [key for key in keys_of(PPOConfig).leaves if not written[key].comment] == []
 
 
-def test_training_has_at_most_406_keys() -> None:
+def test_training_has_at_most_407_keys() -> None:
     """Counted by keys_of: lines of the YAML that set a value."""
-    assert len(keys_of(PPOConfig).leaves) <= 406
+    assert len(keys_of(PPOConfig).leaves) <= 407
     assert set(described(CONFIG_DIR / "ppo_trainer.yaml")) == set(keys_of(PPOConfig).leaves)
 
 
@@ -134,4 +134,5 @@ def test_every_root_yaml_belongs_to_a_program() -> None:
 
 
 def test_every_option_of_a_group_belongs_to_a_program() -> None:
-    assert {path for _, path in OPTIONS} == set(CONFIG_DIR.glob("*/*.yaml"))
+    hardware = CONFIG_DIR / "hardware"  # of the planner, no group
+    assert {path for _, path in OPTIONS} == {path for path in CONFIG_DIR.glob("*/*.yaml") if path.parent != hardware}
