@@ -168,7 +168,7 @@ OWN = {
 OTHERS = [
     ("ppo --config-name=nothing", "--config-name=nothing: unknown configuration"),
     ("ppo --config-dir=. --config-name=own", "trainer.sed: there is no such key; did you mean trainer.seed?"),
-    ("ppo --config-dir=. --config-name=alone", "41 keys are missing, the first is data"),
+    ("ppo --config-dir=. --config-name=alone", "42 keys are missing, the first is data"),
     ("ppo --config-dir=. --config-name=torn", "torn.yaml"),
     ("sft trainer.dry_run=full", "trainer.dry_run=full: trainer.main_sft has no plan to show"),
     ("export trainer.dry_run=full", "trainer.dry_run=full: trainer.main_export has no plan to show"),
