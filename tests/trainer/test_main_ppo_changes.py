@@ -22,7 +22,6 @@ from tests.runs import make_task, ppo_arguments
 from tests.trainer.rewards.server import Reply, Server
 from tests.workers.engine.toy import one_rank
 from tests.workers.rollout.engines import request
-from tests.workers.rollout.vllm_workers import place
 from trainer.algorithms.losses.actor_loss import ActorLoss, entropy_mask
 from trainer.cluster.launch import RunWorkers
 from trainer.ppo.loop import Loop
@@ -41,10 +40,8 @@ from workers.controller.group import Limit
 from workers.controller.rpc import Call, Sharded
 from workers.engine.base import TrainEngine
 from workers.metric import Metric, plain_numbers
-from workers.roles.rollout_engines import make_rollout
 from workers.roles.train_engines import make_engine
 from workers.rollout.base import Sampling
-from workers.rollout.sync.weight_sync import WeightSync
 from workers.rollout.vllm import vllm_engine
 
 SEED, DRAWN = 10, 40
@@ -230,13 +227,8 @@ def calls_when_a_model_has_worked(trial: Trial) -> Any:
     return [words[:3] for words, _ in trial.workers.calls if words[0] == "run"]
 
 
-def verified(trial: Trial) -> Any:
-    """The metrics of a weight sync between two engines, except its time."""
-    engine, _ = trial.engine("actor")
-    trial.assembly.rollout()
-    _, spec, _ = trial.workers.asked("build_rollout")[0]
-    _, output = WeightSync(make_rollout(spec, place()), engine, spec.rollout, 0)(1)
-    return {name: value for name, value in plain_numbers(output).items() if not name.startswith("timing")}
+def prompts(trial: Trial) -> Any:
+    return [trial.assembly.data[i].text for i in range(len(trial.assembly.data))]
 
 
 def validation_asks(trial: Trial) -> Any:
@@ -338,6 +330,23 @@ class Row:
 
 
 PPO = {"algorithm.adv_estimator": "gae"}
+CLASSES = """
+class Front:
+    text = "12="
+
+    def __init__(self, **of_the_run):
+        pass
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, i):
+        return {"prompt": self.text, "data_source": "sort", "reward_model": {"ground_truth": "12"}}
+
+
+class Back(Front):
+    text = "21="
+"""
 VLLM = {f"{ROLLOUT}.name": "vllm"}
 TWO_EPOCHS = {f"{ACTOR}.ppo_epochs": 2}
 SERVED = {"reward.reward_model.enable": True, "reward.reward_model.urls": ["{first}"]}
@@ -363,7 +372,6 @@ ROWS: Mapping[str, Row] = {
     f"{ROLLOUT}.max_model_len": Row(50, rollout_arguments, VLLM),
     f"{ROLLOUT}.val_kwargs.do_sample": Row(True, validation_asks, {f"{ROLLOUT}.val_kwargs.temperature": 0.7}),
     f"{ROLLOUT}.val_kwargs.top_k": Row(3, validation_asks),
-    f"{ROLLOUT}.verify_weights": Row("off", verified),
     "alarms.entropy.bound": Row(0.9, reaction, ALARMS),
     "alarms.max_rollbacks": Row(0, rolled_back),
     "alarms.mismatch.action": Row("stop", reaction, ALARMS),
@@ -380,6 +388,7 @@ ROWS: Mapping[str, Row] = {
     "critic.optim.lr_warmup_steps_ratio": Row(1.0, learning("critic"), {**PPO, "critic.optim.lr_warmup_steps": -1}),
     "critic.ppo_max_token_len_per_gpu": Row(32, updates("critic"), PPO),
     "critic.ppo_mini_batch_size": Row(4, updates("critic"), PPO),
+    "data.custom_cls.name": Row("Back", prompts, {"data.custom_cls.path": "{task}/classes.py", "data.custom_cls.name": "Front"}),
     "data.gen_batch_size": Row(4, round_of_prompts, {"algorithm.filter_groups.enable": True}),
     "data.ptx_max_length": Row(9, texts, PTX),
     "reward.reward_model.urls": Row(["{second}"], servers_score, SERVED),
@@ -407,6 +416,7 @@ def names(no_process_left_behind: None, tmp_path_factory: pytest.TempPathFactory
     task = make_task(tmp_path_factory.mktemp("task"), train_size=16, test_size=4, sft_size=16)
     tiny_model.main([f"--save_dir={task / 'other'}", "--seed=2"])
     (task / "run").mkdir()
+    (task / "classes.py").write_text(CLASSES)
     with one_rank(task), Rewards(1.0) as first, Rewards(2.0) as second, first.listening(), second.listening():
         yield {"task": str(task)} | {
             name: f"http://127.0.0.1:{server.server_port}" for name, server in {"first": first, "second": second}.items()

@@ -39,10 +39,10 @@ def ppo_inputs(config: PPOConfig) -> Iterator[str]:
     yield from _reward(reward)
     yield from _agents(config.actor_rollout_ref.rollout)
     rows = None
-    if data.custom_cls.path is not None:
+    path, name = data.custom_cls.path, data.custom_cls.name
+    if path is not None:
         # Only the class knows what its files are.
-        where = f"data.custom_cls.path={data.custom_cls.path}"
-        yield from _problems(check_source, data.custom_cls.path, data.custom_cls.name, where, "class")
+        yield from _problems(check_source, path, name, f"data.custom_cls.path={path}", "class")
     else:
         rows = yield from _prompts("data.train_files", data.train_files, data, reward, whole=data.train_max_samples < 0)
         yield from _prompts("data.val_files", data.val_files, data, reward, whole=data.val_max_samples < 0)

@@ -63,8 +63,9 @@ class PromptDataset:
         needed = [config.reward_fn_key, "reward_model.ground_truth"] if scored else []
         columns = [config.prompt_key, *needed], [config.reward_fn_key, "reward_model", "extra_info", "agent_name"]
         self._rows: Rows | ClassRows
-        if isinstance(config, DataConfig) and config.custom_cls.path is not None:
-            self._rows = ClassRows(files, *columns, tokenizer, config)
+        path, name = (config.custom_cls.path, config.custom_cls.name) if isinstance(config, DataConfig) else (None, None)
+        if isinstance(config, DataConfig) and path is not None and name is not None:
+            self._rows = ClassRows(files, *columns, tokenizer, config, path, name)
         else:
             self._rows = Rows(files, *columns)
         self.n_rows = len(self._rows)
@@ -198,10 +199,10 @@ class ClassRows:
         optional: Sequence[str],
         tokenizer: PreTrainedTokenizerBase,
         data: DataConfig,
+        path: str,
+        name: str,
     ) -> None:
         """required, optional: as in Rows. Raises ValueError, one line, for what the class cannot do, and for a missing column."""
-        path, name = data.custom_cls.path, data.custom_cls.name
-        assert path is not None and name is not None, "checked with the configuration"
         cls = load_class(path, name, f"data.custom_cls.path={path}")
         self._name = f"data.custom_cls.name={name}"
         wanted = {column.partition(".")[0] for column in required} | {*optional}
