@@ -84,7 +84,7 @@ def _check_hub(place: str, key: str) -> None:
         return
     hub = urlsplit(constants.ENDPOINT)
     try:
-        socket.create_connection((hub.hostname or "", hub.port or 443), CONNECT_SECONDS).close()
+        socket.create_connection((hub.hostname or "", hub.port or (80 if hub.scheme == "http" else 443)), CONNECT_SECONDS).close()
     except OSError as error:
         raise FileNotFoundError(
             f"{key}={place}: {no_directory(place)}, not in the hub's cache, and no connection to {hub.hostname}: {error}; "

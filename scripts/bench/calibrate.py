@@ -37,7 +37,7 @@ from scripts.bench.rollout_flow import Settings
 from scripts.bench.shapes import SHAPES, Likelihood, LoneEngine, qwen2, random_rows
 from trainer.planner.hardware import FOLDER, Hardware, SoftwareCosts, load_hardware
 from trainer.planner.memory_model import Shape
-from trainer.planner.time_model import HEAD_BYTES, Decoder, Group, pass_work
+from trainer.planner.time_model import HEAD_BYTES, Communicator, Decoder, pass_work
 from workers.controller.group import WorkerInfo
 
 SIZES = {  # by device: model, rows x tokens of its pass, sides of products, numbers of a copy, sequences of a decode step
@@ -195,7 +195,7 @@ def decoding(device: str, engine: str, hardware: Hardware) -> dict[str, float]:
         return {"decode": max(0.0, float(step)), "decode_row": max(0.0, float(row))}
     # Each layer is launched, and what a sequence adds beyond products is its cache and its logits.
     free = with_rates(hardware, {"decode_layer": 0.0, "decode_row": 0.0, "reading": math.inf})
-    decoder, context = Decoder(shape, Group(1, False, free), slots, size), settings.prompt_tokens + settings.max_tokens / 8
+    decoder, context = Decoder(shape, Communicator(1, False, free), slots, size), settings.prompt_tokens + settings.max_tokens / 8
     row, step = np.polyfit(counts, np.subtract(seconds, [decoder.step(count, context) for count in counts]), 1)
     traffic = context * 2 * shape.keys * shape.layers * size + HEAD_BYTES * shape.vocabulary
     reading = traffic / (max(1e-9, float(row)) * hardware.bandwidth)

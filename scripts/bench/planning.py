@@ -33,7 +33,7 @@ from scripts.gpu.rows import BY_NAME
 from trainer.planner.hardware import Hardware, load_hardware
 from trainer.planner.memory_model import Shape
 from trainer.planner.step_time import phase_times, schedule, step_seconds
-from trainer.planner.time_model import Lengths
+from trainer.planner.time_model import ResponseLengths
 from trainer.run.run_dir import write_atomic
 
 ROOT = Path(__file__).parents[2]
@@ -213,7 +213,9 @@ def predict(words: Sequence[str], work: Workload, hardware: Hardware) -> dict[st
         settings | {"head_dim": settings.get("head_dim") or settings["hidden_size"] // settings["num_attention_heads"]}
     )
     shapes = {ACTOR: shape, "actor_rollout_ref.ref": shape}
-    phases = phase_times(config, place, shapes, hardware, Lengths(work.prompt_length, work.response_length, work.response_length))
+    phases = phase_times(
+        config, place, shapes, hardware, ResponseLengths(work.prompt_length, work.response_length, work.response_length)
+    )
     sizes = {pool.name: world_size(pool) for pool in place.pools}
     return {
         "step": step_seconds(schedule(config, place, phases)),

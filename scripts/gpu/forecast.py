@@ -22,7 +22,7 @@ from trainer.cli.preflight import check_ppo_config, ppo_inputs
 from trainer.planner.dry_run import doubts, measured, uses_of
 from trainer.planner.hardware import load_hardware
 from trainer.planner.step_time import phase_times, schedule, step_seconds
-from trainer.planner.time_model import Lengths
+from trainer.planner.time_model import ResponseLengths
 from trainer.ppo.ppo_builder import wants_critic
 from workers.rollout.base import Sampling
 
@@ -49,7 +49,7 @@ def main() -> None:
     }
     shapes = {key: model.shape for key, model in models.items() if model.shape is not None}
     if (name := os.environ.get("GPU_ROW_HARDWARE")) and shapes.keys() == models.keys():
-        lengths = Lengths(min(PROMPT, config.data.max_prompt_length), *2 * [config.data.max_response_length])
+        lengths = ResponseLengths(min(PROMPT, config.data.max_prompt_length), *2 * [config.data.max_response_length])
         phases = phase_times(config, place, shapes, load_hardware(name), lengths)
         found["times"] = {phase.phase: phase.parts for phase in phases}
         found["step"] = step_seconds(schedule(config, place, phases))

@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from trainer.new_task.sizes import Machine, sizes
+from trainer.new_task.sizes import LocalMachine, sizes
 
 TEMPLATES = ("own", "chat", "tool", "gsm8k", "preferences")
 HOME = files("data_preprocess.new_task")
@@ -21,7 +21,7 @@ def defaults() -> dict[str, dict[str, Any]]:
     return read
 
 
-def create(folder: Path, template: str, machine: Machine) -> list[Path]:
+def create(folder: Path, template: str, machine: LocalMachine) -> list[Path]:
     """Write ``folder`` and return its files. Raises ValueError, one line, for a bad name or if something is there already."""
     if not NAME.fullmatch(folder.name):
         raise ValueError(f"{folder}: a task's name has letters, digits, - and _, and begins with a letter")

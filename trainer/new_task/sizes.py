@@ -8,7 +8,7 @@ GB = 1e9
 
 
 @dataclass(frozen=True, slots=True)
-class Machine:
+class LocalMachine:
     """gpus: their number. gpu_memory: of the smallest, in bytes. has_bfloat16: all of them compute in it."""
 
     gpus: int = 0
@@ -21,16 +21,16 @@ class Machine:
         return f"{self.gpus} GPU{'s' if self.gpus > 1 else ''} of {self.gpu_memory / GB:.0f} GB"
 
 
-def this_machine() -> Machine:
+def this_machine() -> LocalMachine:
     import torch  # imported late: it takes seconds
 
     if not torch.cuda.is_available():
-        return Machine()
+        return LocalMachine()
     gpus = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
-    return Machine(len(gpus), min(gpu.total_memory for gpu in gpus), all(gpu.major >= 8 for gpu in gpus))
+    return LocalMachine(len(gpus), min(gpu.total_memory for gpu in gpus), all(gpu.major >= 8 for gpu in gpus))
 
 
-def sizes(machine: Machine, defaults: Mapping[str, Mapping[str, Any]], template: str) -> dict[str, Any]:
+def sizes(machine: LocalMachine, defaults: Mapping[str, Mapping[str, Any]], template: str) -> dict[str, Any]:
     """Values for the files of a task. defaults: data_preprocess/new_task/sizes.yaml."""
     kind = "gpu" if machine.gpus else "cpu"
     values = {**defaults[kind], **defaults.get(f"{kind}_{template}", {}), "gpus": max(machine.gpus, 1), "machine": str(machine)}

@@ -83,7 +83,7 @@ def load_hardware(name: str) -> Hardware:
 
 
 @dataclass(frozen=True, slots=True)
-class Cluster:
+class GpuCluster:
     """Nodes with equal GPUs."""
 
     nodes: int
@@ -91,7 +91,7 @@ class Cluster:
     hardware: Hardware
 
     @classmethod
-    def of(cls, words: str) -> Cluster:
+    def of(cls, words: str) -> GpuCluster:
         """From words such as 2x8xH100: nodes, GPUs per node, hardware. Raises ValueError."""
         if (found := re.fullmatch(r"([1-9]\d*)x([1-9]\d*)x(.+)", words)) is None:
             raise ValueError(f"cluster={words}: must be nodes x GPUs per node x hardware, for example 2x8xH100")

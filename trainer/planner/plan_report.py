@@ -7,14 +7,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from trainer.planner.search import Plan, as_words
+from trainer.planner.search import RankedPlan, as_words
 from workers.host_memory import GB
 
 COLOURS = ("#4477aa", "#8c7bb8", "#cc6677", "#228866")  # by stage
 WIDTH, LEFT, LANE = 900, 150, 26
 
 
-def binding(plan: Plan) -> str:
+def binding(plan: RankedPlan) -> str:
     """The longest phase and the part that takes most of it; for memory the fullest phase."""
     longest, fullest = max(plan.phases, key=lambda phase: phase.seconds), max(plan.uses, key=lambda use: use.bytes or 0.0)
     time = f"time: {longest.phase}, {longest.binds}" if plan.seconds else "time: nothing"
@@ -22,7 +22,7 @@ def binding(plan: Plan) -> str:
     return f"{time} ({longest.seconds / plan.seconds:.0%} of the step); memory: {fullest.phase} ({share:.0%} of a GPU)"
 
 
-def as_lines(plan: Plan, others: Sequence[Plan]) -> Iterator[str]:
+def as_lines(plan: RankedPlan, others: Sequence[RankedPlan]) -> Iterator[str]:
     hardware = plan.cluster.hardware
     gpus = f"{plan.cluster.nodes} x {plan.cluster.gpus} {hardware.name}"
     yield f"{gpus}; responses of {plan.lengths.response:.0f} tokens on average, {plan.lengths.most} at most"
@@ -43,7 +43,7 @@ def as_lines(plan: Plan, others: Sequence[Plan]) -> Iterator[str]:
         yield "no settings fit this cluster: take more GPUs, or shorter responses"
 
 
-def as_json(plan: Plan) -> dict[str, Any]:
+def as_json(plan: RankedPlan) -> dict[str, Any]:
     return {
         "overrides": as_words(plan.overrides),
         "seconds": plan.seconds,
@@ -57,7 +57,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
     }
 
 
-def as_html(plan: Plan, others: Sequence[Plan]) -> str:
+def as_html(plan: RankedPlan, others: Sequence[RankedPlan]) -> str:
     """A page without scripts: a lane for each pool, memory by phase, and the table."""
     pools = [pool.name for pool in plan.place.pools]
     scale = (WIDTH - LEFT) / max(plan.seconds, 1e-9)

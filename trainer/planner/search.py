@@ -20,11 +20,11 @@ from configs.schema.placement import Placement
 from configs.schema.ppo import PPOConfig
 from configs.validation.batches import roles_of
 from configs.validation.placement import placement_of
-from trainer.planner.hardware import Cluster
+from trainer.planner.hardware import GpuCluster
 from trainer.planner.memory_estimate import Use, estimate
 from trainer.planner.memory_model import Shape
-from trainer.planner.step_time import ACTOR, GENERATE, PhaseTime, Span, phase_times, schedule, step_seconds
-from trainer.planner.time_model import Lengths
+from trainer.planner.step_time import ACTOR, GENERATE, PhaseSpan, PhaseTime, phase_times, schedule, step_seconds
+from trainer.planner.time_model import ResponseLengths
 from trainer.ppo.ppo_builder import wants_critic
 
 T = TypeVar("T")
@@ -59,13 +59,13 @@ def best_pairs(
 
 
 @dataclass(frozen=True)
-class Plan:
+class RankedPlan:
     """A configuration on a cluster, with its predicted memory and time. overrides: those that differ from the given command."""
 
     config: PPOConfig
-    cluster: Cluster
+    cluster: GpuCluster
     shapes: Mapping[str, Shape]
-    lengths: Lengths
+    lengths: ResponseLengths
     overrides: Overrides
 
     @cached_property
@@ -77,7 +77,7 @@ class Plan:
         return phase_times(self.config, self.place, self.shapes, self.cluster.hardware, self.lengths)
 
     @cached_property
-    def spans(self) -> list[Span]:
+    def spans(self) -> list[PhaseSpan]:
         return schedule(self.config, self.place, self.phases)
 
     @property
@@ -92,9 +92,9 @@ class Plan:
     def fits(self) -> bool:
         return all((use.bytes or 0.0) <= MARGIN * self.cluster.hardware.memory for use in self.uses)
 
-    def having(self, overrides: Overrides) -> Plan:
+    def having(self, overrides: Overrides) -> RankedPlan:
         """The plan with other settings, without the checks of a command line: see ``accepted``."""
-        return Plan(replaced(self.config, overrides), self.cluster, self.shapes, self.lengths, self.overrides | overrides)
+        return RankedPlan(replaced(self.config, overrides), self.cluster, self.shapes, self.lengths, self.overrides | overrides)
 
 
 def replaced(config: Any, overrides: Overrides) -> Any:
@@ -110,7 +110,7 @@ def as_words(overrides: Overrides) -> list[str]:
     return [f"{key}={str(value).lower() if isinstance(value, bool) else value}" for key, value in overrides.items()]
 
 
-def accepted(plan: Plan, words: Sequence[str], composed: Composed) -> bool:
+def accepted(plan: RankedPlan, words: Sequence[str], composed: Composed) -> bool:
     """Whether the plan's command line is valid and its configuration has the predicted time."""
     try:
         config = composed([*words, *as_words(plan.overrides)])
@@ -120,13 +120,13 @@ def accepted(plan: Plan, words: Sequence[str], composed: Composed) -> bool:
         return False
 
 
-def replace_plan(plan: Plan, config: PPOConfig) -> Plan:
-    return Plan(config, plan.cluster, plan.shapes, plan.lengths, plan.overrides)
+def replace_plan(plan: RankedPlan, config: PPOConfig) -> RankedPlan:
+    return RankedPlan(config, plan.cluster, plan.shapes, plan.lengths, plan.overrides)
 
 
-def alternatives(plan: Plan, words: Sequence[str], count: int, composed: Composed) -> list[Plan]:
+def alternatives(plan: RankedPlan, words: Sequence[str], count: int, composed: Composed) -> list[RankedPlan]:
     """The fastest plans whose command lines are valid, in the order of their times. words: the given command line."""
-    found: list[Plan] = []
+    found: list[RankedPlan] = []
     for _, candidate in ranked(plan):
         if len(found) == count:
             break
@@ -135,13 +135,13 @@ def alternatives(plan: Plan, words: Sequence[str], count: int, composed: Compose
     return found
 
 
-def untuned(plan: Plan) -> Overrides:
+def untuned(plan: RankedPlan) -> Overrides:
     return {key: value for key, value in plan.overrides.items() if not key.endswith(TUNED)}
 
 
-def ranked(plan: Plan) -> Iterator[tuple[float, Plan]]:
+def ranked(plan: RankedPlan) -> Iterator[tuple[float, RankedPlan]]:
     """Candidates that fit, in the order of their times: of all numbers of GPUs and placements, merged."""
-    queue: list[tuple[float, int, Plan, Iterator[tuple[float, Plan]]]] = []
+    queue: list[tuple[float, int, RankedPlan, Iterator[tuple[float, RankedPlan]]]] = []
     for i, base in enumerate(bases(plan)):
         pairs = candidates(base)
         if (first := next(pairs, None)) is not None:
@@ -154,7 +154,7 @@ def ranked(plan: Plan) -> Iterator[tuple[float, Plan]]:
             heappush(queue, (following[0], i, following[1], pairs))
 
 
-def bases(plan: Plan) -> Iterator[Plan]:
+def bases(plan: RankedPlan) -> Iterator[RankedPlan]:
     """The plan on each number of GPUs, and in each placement."""
     cluster, layouts = plan.cluster, {plan.config.placement.layout, "colocate_all", "split"}
     for nodes, gpus, layout in product(powers(cluster.nodes), powers(cluster.gpus), sorted(layouts)):
@@ -167,31 +167,31 @@ def bases(plan: Plan) -> Iterator[Plan]:
         yield base
 
 
-def candidates(base: Plan) -> Iterator[tuple[float, Plan]]:
+def candidates(base: RankedPlan) -> Iterator[tuple[float, RankedPlan]]:
     """Candidates on the GPUs of ``base`` that fit, in the order of their times."""
     rollouts = sorted((base.having(options) for options in rollout_options(base)), key=generation_seconds)
     trainers = [base.having(options) for options in train_options(base)]
 
-    def joined(trainer: Plan, rollout: Plan) -> Plan:
+    def joined(trainer: RankedPlan, rollout: RankedPlan) -> RankedPlan:
         return trainer.having({key: value for key, value in rollout.overrides.items() if key not in base.overrides})
 
-    def cost(trainer: Plan, rollout: Plan) -> float:
+    def cost(trainer: RankedPlan, rollout: RankedPlan) -> float:
         generation, rest = rollout.phases[:1], trainer.phases[1:]
         return step_seconds(schedule(base.config, base.place, [*generation, *rest]))
 
-    def fits(trainer: Plan, rollout: Plan) -> bool:
+    def fits(trainer: RankedPlan, rollout: RankedPlan) -> bool:
         return joined(trainer, rollout).fits
 
     for seconds, trainer, rollout in best_pairs(trainers, rollouts, cost, fits):
         yield seconds, joined(trainer, rollout)
 
 
-def generation_seconds(plan: Plan) -> float:
+def generation_seconds(plan: RankedPlan) -> float:
     assert plan.phases[0].stage == GENERATE
     return plan.phases[0].seconds
 
 
-def rollout_options(plan: Plan) -> Iterator[Overrides]:
+def rollout_options(plan: RankedPlan) -> Iterator[Overrides]:
     """Tensor parallel sizes (with them the number of replicas) and shares of the GPU of an engine."""
     rollout, pool = plan.config.actor_rollout_ref.rollout, plan.place.pool("rollout")
     if rollout.name == "embedded":
@@ -203,7 +203,7 @@ def rollout_options(plan: Plan) -> Iterator[Overrides]:
         yield changed(plan, {f"{ROLLOUT}.tensor_model_parallel_size": size, f"{ROLLOUT}.gpu_memory_utilization": share})
 
 
-def train_options(plan: Plan) -> Iterator[Overrides]:
+def train_options(plan: RankedPlan) -> Iterator[Overrides]:
     """Settings of actor, reference and critic, which all get the same ones."""
     config, data = plan.config, plan.config.data
     longest = data.max_prompt_length + data.max_response_length
@@ -237,7 +237,7 @@ def train_options(plan: Plan) -> Iterator[Overrides]:
             yield changed(plan, common | {f"{key}.fsdp_config.{name}": value for key in keys for name, value in values.items()})
 
 
-def changed(plan: Plan, overrides: Overrides) -> Overrides:
+def changed(plan: RankedPlan, overrides: Overrides) -> Overrides:
     """Those overrides that change the plan's configuration."""
     return {key: value for key, value in overrides.items() if value_of(plan.config, key) != value}
 

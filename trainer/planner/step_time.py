@@ -19,7 +19,7 @@ from trainer.planner import time_model
 from trainer.planner.hardware import Hardware
 from trainer.planner.memory_estimate import BYTES, WORK, Role, memory_roles
 from trainer.planner.memory_model import Shape
-from trainer.planner.time_model import Decoder, Group, Lengths, Parts, pairs_of, pass_work
+from trainer.planner.time_model import Communicator, Decoder, Parts, ResponseLengths, pairs_of, pass_work
 from trainer.ppo.loop import has_old_log_probs
 
 ACTOR = "actor_rollout_ref.actor"
@@ -48,7 +48,7 @@ class PhaseTime:
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class PhaseSpan:
     """When a phase runs, in seconds from the start of the step."""
 
     time: PhaseTime
@@ -56,17 +56,17 @@ class Span:
     end: float
 
 
-def schedule(config: PPOConfig, place: Placement, phases: list[PhaseTime]) -> list[Span]:
+def schedule(config: PPOConfig, place: Placement, phases: list[PhaseTime]) -> list[PhaseSpan]:
     """Spans of a step. Generation ahead (async_training.mode) overlaps the rest, on GPUs of its own."""
     ahead = config.async_training.mode in ("one_step_off", "async") and "actor" not in place.pool("rollout").roles
-    spans: list[Span] = []
+    spans: list[PhaseSpan] = []
     began = 0.0
     for stage in (GENERATE, FORWARD, UPDATE, SYNC):
         ends: dict[str, float] = {}
         for time in (time for time in phases if time.stage == stage):
             start = ends.get(time.pool, began)
             ends[time.pool] = start + time.seconds
-            spans.append(Span(time, start, ends[time.pool]))
+            spans.append(PhaseSpan(time, start, ends[time.pool]))
         if not (stage == GENERATE and ahead):
             began = max(ends.values(), default=began)
         if stage == UPDATE:
@@ -74,12 +74,12 @@ def schedule(config: PPOConfig, place: Placement, phases: list[PhaseTime]) -> li
     return spans
 
 
-def step_seconds(spans: list[Span]) -> float:
+def step_seconds(spans: list[PhaseSpan]) -> float:
     return max((span.end for span in spans), default=0.0)
 
 
 def phase_times(
-    config: PPOConfig, place: Placement, shapes: Mapping[str, Shape], hardware: Hardware, lengths: Lengths
+    config: PPOConfig, place: Placement, shapes: Mapping[str, Shape], hardware: Hardware, lengths: ResponseLengths
 ) -> list[PhaseTime]:
     """Phases of a step, in their order. shapes: by configuration key of the roles, as for ``memory_roles``."""
     roles = memory_roles(config, place, shapes)
@@ -88,20 +88,20 @@ def phase_times(
     for key, role in roles.items():
         name = key.rpartition(".")[2]
         if key != ACTOR or has_old_log_probs(config):
-            passed = Pass(role, hardware, lengths, batch, n, head=name in ("actor", "ref"))
+            passed = PassCost(role, hardware, lengths, batch, n, head=name in ("actor", "ref"))
             found.append(PhaseTime(role.pool.name, f"{name}: {WORK.get(name, 'scores')}", FORWARD, passed.forward()))
     # With an adapter the reference is the actor without it, and has no workers of its own.
     if wants_ref(config) and "actor_rollout_ref.ref" not in roles:
         role = roles[ACTOR]
         found.append(
-            PhaseTime(role.pool.name, "ref: log-probs", FORWARD, Pass(role, hardware, lengths, batch, n, head=True).forward())
+            PhaseTime(role.pool.name, "ref: log-probs", FORWARD, PassCost(role, hardware, lengths, batch, n, head=True).forward())
         )
     actor = config.actor_rollout_ref.actor
     learners = {"critic": config.critic, ACTOR: actor}
     for key, learner in ((key, learner) for key, learner in learners.items() if key in roles):
         size, role = learner.ppo_mini_batch_size, roles[key]
         updates = learner.ppo_epochs * -(-batch // size)
-        passed = Pass(role, hardware, lengths, size, n, head=key == ACTOR)
+        passed = PassCost(role, hardware, lengths, size, n, head=key == ACTOR)
         parts = {part: updates * seconds for part, seconds in passed.update().items()}
         parts["offload"] = updates * moments_moved(role, hardware) + parts.get("offload", 0.0)
         parts["controller"] = updates * hardware.software.phase
@@ -112,7 +112,7 @@ def phase_times(
     return found
 
 
-def generation(config: PPOConfig, place: Placement, shape: Shape, hardware: Hardware, lengths: Lengths) -> PhaseTime:
+def generation(config: PPOConfig, place: Placement, shape: Shape, hardware: Hardware, lengths: ResponseLengths) -> PhaseTime:
     """Time of the rollout engines, each with an equal share of the responses, until the last one has ended."""
     rollout, pool = config.actor_rollout_ref.rollout, place.pool("rollout")
     ranks = 1 if rollout.name == "embedded" else rollout.tensor_model_parallel_size
@@ -120,7 +120,7 @@ def generation(config: PPOConfig, place: Placement, shape: Shape, hardware: Hard
     # Dynamic sampling generates rounds of gen_batch_size prompts; one is counted.
     sampled = (config.algorithm.filter_groups.enable and config.data.gen_batch_size) or config.data.train_batch_size
     rows = -(-sampled * rollout.n // replicas)
-    group = Group(ranks, ranks > pool.n_gpus_per_node, hardware)
+    group = Communicator(ranks, ranks > pool.n_gpus_per_node, hardware)
     eager = rollout.enforce_eager or hardware.device == "cpu"
     decoder = Decoder(shape, group, slots(config, shape, hardware, lengths), BYTES[rollout.dtype], eager)
     # A replica computes a prompt once, however many of its responses it has.
@@ -129,7 +129,7 @@ def generation(config: PPOConfig, place: Placement, shape: Shape, hardware: Hard
     return PhaseTime(pool.name, "answers", GENERATE, parts | {"controller": hardware.software.phase})
 
 
-def slots(config: PPOConfig, shape: Shape, hardware: Hardware, lengths: Lengths) -> int:
+def slots(config: PPOConfig, shape: Shape, hardware: Hardware, lengths: ResponseLengths) -> int:
     """Sequences that an engine decodes at once: max_num_seqs, or those that its KV cache holds if they are fewer."""
     rollout = config.actor_rollout_ref.rollout
     if rollout.name == "embedded":
@@ -145,7 +145,7 @@ def sync(config: PPOConfig, place: Placement, actor: Role, hardware: Hardware) -
     """Time of the weight sync, and of sleep and wake of an engine that shares the trainer's GPUs."""
     rollout, here, there = config.actor_rollout_ref.rollout, place.pool("actor"), place.pool("rollout")
     size, costs = BYTES[rollout.dtype] * actor.shape.parameters, hardware.software
-    group = Group(world_size(here), here.nnodes > 1, hardware)
+    group = Communicator(world_size(here), here.nnodes > 1, hardware)
     parts = {"weights": size / costs.sync, "collectives": group.ring(size)}
     if shares_weights(config, actor):
         parts = {"weights": 0.0}
@@ -180,12 +180,12 @@ def moments_moved(role: Role, hardware: Hardware) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class Pass:
+class PassCost:
     """Passes of a role over ``prompts`` prompts with n responses each, on the GPU with the most rows."""
 
     role: Role
     hardware: Hardware
-    lengths: Lengths
+    lengths: ResponseLengths
     prompts: int
     n: int
     head: bool
@@ -244,8 +244,8 @@ class Pass:
         if hardware.device == "cuda":  # launches are not divided by the ranks that share a row
             device = sum(seconds for part, seconds in parts.items() if part != "launches")
             parts["launches"] = max(0.0, work.launches * hardware.software.layer - device)
-        shards = Group(setting.gpus, setting.gpus > pool.n_gpus_per_node, hardware)
-        copies = Group(world_size(pool) // setting.gpus, pool.nnodes > 1, hardware)
+        shards = Communicator(setting.gpus, setting.gpus > pool.n_gpus_per_node, hardware)
+        copies = Communicator(world_size(pool) // setting.gpus, pool.nnodes > 1, hardware)
         parts["copies"] = time_model.fsdp_copies(
             shape, setting.gpus, size, setting.kept, hardware, micro_batches=micro_batches, backward=backward and setting.trained,
             reshard=sharding.reshard_after_forward and backward,
@@ -254,7 +254,7 @@ class Pass:
             shape, shards, copies, size, sum(parts.values()), micro_batches=micro_batches,
             backward=backward and setting.trained, reshard=sharding.reshard_after_forward and backward,
         )  # fmt: skip
-        exchange = Group(sp, sp > pool.n_gpus_per_node, hardware)
+        exchange = Communicator(sp, sp > pool.n_gpus_per_node, hardware)
         found["collectives"] += time_model.ulysses(shape, exchange, tokens / sp, size, micro_batches=micro_batches, passes=passes)
         if backward:
             trained = shape.parameters if setting.trained else self.role.adapter / 16
@@ -270,7 +270,7 @@ class Pass:
         if hardware.device == "cuda":
             device = sum(seconds for part, seconds in parts.items() if part != "launches")
             parts["launches"] = max(0.0, work.launches / pp * hardware.software.layer - device)
-        group = Group(tp, tp > pool.n_gpus_per_node, hardware)
+        group = Communicator(tp, tp > pool.n_gpus_per_node, hardware)
         parts["collectives"] = (
             time_model.tensor_parallel(shape, group, tokens / cp, size, micro_batches=micro_batches, passes=passes) / pp
         )
@@ -280,7 +280,7 @@ class Pass:
         if passes > 1:
             mine = shape.parameters / (tp * pp)
             replicas = world_size(pool) // (tp * pp)
-            copies = Group(replicas, pool.nnodes > 1 or replicas * tp * pp > pool.n_gpus_per_node, hardware)
+            copies = Communicator(replicas, pool.nnodes > 1 or replicas * tp * pp > pool.n_gpus_per_node, hardware)
             # Gradients are reduced in float32 and weights gathered once a step; both overlap little.
             parts["collectives"] += copies.ring(time_model.FLOAT32 * mine) + copies.ring(size * mine)
             state = mine / (replicas if cut.use_distributed_optimizer else 1)

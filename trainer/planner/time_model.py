@@ -98,7 +98,7 @@ def optimizer(parameters: float, size: int, hardware: Hardware) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class Communicator:
     """A communicator of ``ranks`` GPUs. crosses: it spans several nodes."""
 
     ranks: int
@@ -114,7 +114,15 @@ class Group:
 
 
 def fsdp(
-    shape: Shape, shards: Group, copies: Group, size: int, compute: float, *, micro_batches: int, backward: bool, reshard: bool
+    shape: Shape,
+    shards: Communicator,
+    copies: Communicator,
+    size: int,
+    compute: float,
+    *,
+    micro_batches: int,
+    backward: bool,
+    reshard: bool,
 ) -> Parts:
     """Seconds of FSDP's collectives that computation (``compute`` seconds) does not hide.
 
@@ -148,7 +156,7 @@ def fsdp_copies(
     return micro_batches * shape.parameters * each / (hardware.bandwidth * hardware.streaming)
 
 
-def tensor_parallel(shape: Shape, group: Group, tokens: float, size: int, *, micro_batches: int, passes: float) -> float:
+def tensor_parallel(shape: Shape, group: Communicator, tokens: float, size: int, *, micro_batches: int, passes: float) -> float:
     """Seconds of Megatron's all-reduces of hidden states; sequence parallel moves the same bytes (arXiv:2205.05198).
 
     passes: times that the layers are passed: 1 forward, 2 with the backward, 3 with recomputation.
@@ -157,7 +165,7 @@ def tensor_parallel(shape: Shape, group: Group, tokens: float, size: int, *, mic
     return group.ring(size * tokens * shape.hidden / micro_batches, calls, rounds=2)
 
 
-def ulysses(shape: Shape, group: Group, tokens: float, size: int, *, micro_batches: int, passes: float) -> float:
+def ulysses(shape: Shape, group: Communicator, tokens: float, size: int, *, micro_batches: int, passes: float) -> float:
     """Seconds of Ulysses' all-to-alls, of q, k, v and the output of each layer (arXiv:2309.14509). tokens: of this rank."""
     width = 2 * shape.queries + 2 * shape.keys
     return group.ring(size * tokens * width / 4 / micro_batches, 4 * shape.layers * passes * micro_batches)
@@ -173,7 +181,7 @@ class Decoder:
     """A rollout engine on ``group``'s GPUs (tensor parallel). slots: sequences at once. eager: without CUDA graphs."""
 
     shape: Shape
-    group: Group
+    group: Communicator
     slots: int
     size: int
     eager: bool = False
@@ -219,7 +227,7 @@ class Decoder:
 
 
 @dataclass(frozen=True, slots=True)
-class Lengths:
+class ResponseLengths:
     """Mean and maximum tokens of prompts and responses. Responses are geometric, truncated at the maximum."""
 
     prompt: float

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 
 from torch import Tensor
@@ -13,6 +14,7 @@ from configs.schema.common import ModelConfig
 from configs.schema.ppo import PPOConfig, asks_rules
 from trainer.data.dataset import Prompt, PromptDataset
 from trainer.rewards.pool.runner import RewardRunner
+from trainer.rewards.rules.reward_registry import may_ask_judge
 from trainer.rewards.scoring import Response, Score
 from trainer.rollout.rollout_builder import rollout_spec
 from workers.engine.hf.hf_model import DTYPES, auto_class, model_config
@@ -55,7 +57,9 @@ def trial(config: PPOConfig, data: PromptDataset, tokenizer: PreTrainedTokenizer
                 f"no response of the trial ended within data.max_response_length={most} tokens: raise it, or use a model that "
                 "has learnt to end"
             )
-    if asks_rules(config.reward) and not config.reward.remote_urls:
+    if may_ask_judge(config.reward):
+        found.lines.append("  no scores: a judge would be asked")
+    elif asks_rules(config.reward) and not config.reward.remote_urls:
         truths = [truth_as_response(prompt) for prompt in prompts if isinstance(prompt.ground_truth, str)]
         report(found, config, responses, truths, tokenizer)
     return found
@@ -80,13 +84,15 @@ def generated(
 ) -> list[Response]:
     """Responses of the model to ``prompts``, several to each in turn, by the embedded engine on the CPU in float32."""
     model, n = config.actor_rollout_ref.model, min(RESPONSES, config.actor_rollout_ref.rollout.n)
-    rollout = replace(config.actor_rollout_ref.rollout, name="embedded", dtype="float32", max_num_seqs=PROMPTS * RESPONSES)
-    engine = EmbeddedRollout(rollout_spec(model, rollout, config.data, "cpu"))
-    engine.load_weights(iter(engine.to_engine_names(stored(model))), version=0)
     limited = replace(asked, max_tokens=min(asked.max_tokens, TOKENS))
     pairs = [prompt for prompt in prompts for _ in range(n)]
-    done = engine.generate([Request(i, prompt.prompt_ids, limited, seed=i) for i, prompt in enumerate(pairs)])
-    engine.close()
+    # The engine reserves its cache at once: for these rows, not for the longest of the run.
+    longest = max(len(prompt.prompt_ids) for prompt in prompts) + limited.max_tokens
+    sizes = {"max_num_seqs": len(pairs), "max_model_len": longest}
+    rollout = replace(config.actor_rollout_ref.rollout, name="embedded", dtype="float32", **sizes)
+    with closing(EmbeddedRollout(rollout_spec(model, rollout, config.data, "cpu"))) as engine:
+        engine.load_weights(iter(engine.to_engine_names(stored(model))), version=0)
+        done = engine.generate([Request(i, prompt.prompt_ids, limited, seed=i) for i, prompt in enumerate(pairs)])
     ends = [completion.finish_reason == "stop" for completion in done]
     written = [list(completion.token_ids[: len(completion.token_ids) - end]) for completion, end in zip(done, ends, strict=True)]
     texts = tokenizer.batch_decode(written, skip_special_tokens=True)
@@ -113,7 +119,8 @@ def report(
     found: Trial, config: PPOConfig, responses: Sequence[Response], truths: Sequence[Response], tokenizer: PreTrainedTokenizerBase
 ) -> None:
     """Score responses and ground truths, and add what that shows."""
-    with RewardRunner(config.reward) as rewards:
+    # One process, also where a run scores in its own: code of the user that hangs has a time limit.
+    with RewardRunner(replace(config.reward, num_workers=1)) as rewards:
         rewards.wait_ready()
         scores = rewards.score([*responses, *truths])
     of_responses, of_truths = scores[: len(responses)], scores[len(responses) :]

@@ -9,9 +9,13 @@ import pytest
 
 from trainer import main_ppo, main_reward_model, main_sft
 from trainer.new_task.create import TEMPLATES, create
-from trainer.new_task.sizes import GB, Machine
+from trainer.new_task.sizes import GB, LocalMachine
 
-MACHINES = {"cpu": Machine(), "gpu": Machine(1, 24 * GB, has_bfloat16=True), "gpus": Machine(8, 80 * GB, has_bfloat16=True)}
+MACHINES = {
+    "cpu": LocalMachine(),
+    "gpu": LocalMachine(1, 24 * GB, has_bfloat16=True),
+    "gpus": LocalMachine(8, 80 * GB, has_bfloat16=True),
+}
 PROGRAMS = {"train": main_ppo, "warm_start": main_sft, "reward_model": main_reward_model}
 
 

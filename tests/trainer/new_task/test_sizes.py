@@ -3,9 +3,9 @@
 import pytest
 
 from trainer.new_task.create import defaults
-from trainer.new_task.sizes import GB, Machine, sizes
+from trainer.new_task.sizes import GB, LocalMachine, sizes
 
-CPU, H100 = Machine(), Machine(8, 80 * GB, has_bfloat16=True)
+CPU, H100 = LocalMachine(), LocalMachine(8, 80 * GB, has_bfloat16=True)
 
 
 def test_a_cpu_trains_a_tiny_model_in_float32_with_the_embedded_engine() -> None:
@@ -23,12 +23,12 @@ def test_gpus_train_a_pretrained_model_with_vllm() -> None:
 
 @pytest.mark.parametrize(("memory", "size", "offload"), [(16, "0.5B", True), (24, "0.5B", False), (80, "1.5B", False)])
 def test_the_model_fits_the_smallest_gpu(memory: float, size: str, offload: bool) -> None:
-    values = sizes(Machine(1, memory * GB, has_bfloat16=True), defaults(), "own")
+    values = sizes(LocalMachine(1, memory * GB, has_bfloat16=True), defaults(), "own")
     assert size in values["model"] and values["offload"] is offload and values["machine"] == f"1 GPU of {memory} GB"
 
 
 def test_gpus_without_bfloat16_compute_in_float32() -> None:
-    assert sizes(Machine(1, 32 * GB), defaults(), "own")["dtype"] == "float32"
+    assert sizes(LocalMachine(1, 32 * GB), defaults(), "own")["dtype"] == "float32"
 
 
 def test_a_template_has_sizes_of_its_own() -> None:

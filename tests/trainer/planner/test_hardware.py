@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from trainer.planner.hardware import FOLDER, Cluster, load_hardware
+from trainer.planner.hardware import FOLDER, GpuCluster, load_hardware
 
 
 @pytest.mark.parametrize("file", sorted(FOLDER.glob("*.yaml")), ids=lambda file: file.stem)
@@ -18,11 +18,11 @@ def test_every_number_has_a_unit_and_a_source(file: Path) -> None:
 
 
 def test_cluster_is_nodes_gpus_and_hardware(tmp_path: Path) -> None:
-    cluster = Cluster.of("2x8xH100")
+    cluster = GpuCluster.of("2x8xH100")
     assert (cluster.nodes, cluster.gpus, cluster.hardware.name) == (2, 8, "h100")
     own = tmp_path / "own.yaml"
     own.write_text((FOLDER / "a100.yaml").read_text())
-    assert Cluster.of(f"1x2x{own}").hardware.bandwidth == load_hardware("a100").bandwidth
+    assert GpuCluster.of(f"1x2x{own}").hardware.bandwidth == load_hardware("a100").bandwidth
 
 
 @pytest.mark.parametrize(
@@ -31,7 +31,7 @@ def test_cluster_is_nodes_gpus_and_hardware(tmp_path: Path) -> None:
 )
 def test_unknown_clusters_are_refused(words: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        Cluster.of(words)
+        GpuCluster.of(words)
 
 
 def test_incomplete_file_is_refused(tmp_path: Path) -> None:

@@ -13,16 +13,16 @@ from configs.schema.ppo import PPOConfig
 from scripts.bench.shapes import SHAPES
 from trainer.main_plan import composed
 from trainer.planner import search
-from trainer.planner.hardware import Cluster
+from trainer.planner.hardware import GpuCluster
 from trainer.planner.memory_model import Shape
-from trainer.planner.search import Plan, alternatives, as_words, best_pairs, candidates, powers, ranked
-from trainer.planner.time_model import Lengths
+from trainer.planner.search import RankedPlan, alternatives, as_words, best_pairs, candidates, powers, ranked
+from trainer.planner.time_model import ResponseLengths
 
 ROLLOUT = "actor_rollout_ref.rollout"
-LENGTHS = Lengths(256, 600, 1024)
+LENGTHS = ResponseLengths(256, 600, 1024)
 
 
-def words(cluster: Cluster, *more: str) -> list[str]:
+def words(cluster: GpuCluster, *more: str) -> list[str]:
     return [
         "algorithm=grpo", "rollout=vllm", "data.train_batch_size=64", f"{ROLLOUT}.n=8", "data.max_prompt_length=512",
         "actor_rollout_ref.actor.ppo_mini_batch_size=64", "data.max_response_length=1024", "data.train_files=[a.parquet]",
@@ -31,11 +31,11 @@ def words(cluster: Cluster, *more: str) -> list[str]:
     ]  # fmt: skip
 
 
-def plan(cluster: str, model: str = "7b", *more: str) -> Plan:
-    of = Cluster.of(cluster)
+def plan(cluster: str, model: str = "7b", *more: str) -> RankedPlan:
+    of = GpuCluster.of(cluster)
     shape = Shape.of(SHAPES[model])
     shapes = {"actor_rollout_ref.actor": shape, "actor_rollout_ref.ref": shape}
-    return Plan(compose("ppo_trainer", PPOConfig, words(of, *more)), of, shapes, LENGTHS, {})
+    return RankedPlan(compose("ppo_trainer", PPOConfig, words(of, *more)), of, shapes, LENGTHS, {})
 
 
 @settings(max_examples=200, deadline=None)
@@ -63,14 +63,14 @@ def test_pairs_are_those_of_brute_force_in_their_order(
 
 def test_pruned_search_equals_brute_force_over_all_plans(monkeypatch: pytest.MonkeyPatch) -> None:
     checked: list[bool] = []
-    fits = Plan.fits.fget
+    fits = RankedPlan.fits.fget
     assert fits is not None
 
-    def counted(self: Plan) -> bool:
+    def counted(self: RankedPlan) -> bool:
         checked.append(True)
         return bool(fits(self))
 
-    monkeypatch.setattr(Plan, "fits", property(counted))
+    monkeypatch.setattr(RankedPlan, "fits", property(counted))
     given_plan = plan("1x2xH100", "1.5b")
     first = [seconds for _, (seconds, _) in zip(range(20), ranked(given_plan), strict=False)]
     pruned = len(checked)
@@ -106,7 +106,7 @@ def test_command_lines_of_plans_are_accepted_and_have_the_predicted_time(more: t
     assert len(found) == 3 and [one.seconds for one in found] == sorted(one.seconds for one in found)
     for one in found:
         config = composed([*line, *as_words(one.overrides)])
-        again = Plan(config, one.cluster, one.shapes, one.lengths, {})
+        again = RankedPlan(config, one.cluster, one.shapes, one.lengths, {})
         assert again.fits and again.seconds == pytest.approx(one.seconds)
         assert max(use.bytes or 0.0 for use in again.uses) <= 0.95 * one.cluster.hardware.memory
 

@@ -9,7 +9,7 @@ from scripts.bench.shapes import SHAPES
 from trainer.planner.hardware import load_hardware
 from trainer.planner.memory_model import Shape
 from trainer.planner.step_time import PhaseTime, phase_times, schedule, step_seconds
-from trainer.planner.time_model import Lengths
+from trainer.planner.time_model import ResponseLengths
 
 ULYSSES = "actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size"
 ACTOR, REF, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.ref", "actor_rollout_ref.rollout"
@@ -29,7 +29,7 @@ def planned(*overrides: str, algorithm: str = "ppo", hardware: str = "H100") -> 
     shapes = {key: SHAPE for key in (ACTOR, *([] if config.actor_rollout_ref.model.has_adapter else [REF]))}
     shapes |= {"critic": SHAPE} if has_critic else {}
     place = placement_of(config, has_critic=has_critic)
-    phases = phase_times(config, place, shapes, load_hardware(hardware), Lengths(256, 700, 1024))
+    phases = phase_times(config, place, shapes, load_hardware(hardware), ResponseLengths(256, 700, 1024))
     return {phase.phase: phase for phase in phases}, step_seconds(schedule(config, place, phases))
 
 

@@ -8,9 +8,9 @@ from scripts.bench.shapes import SHAPES
 from trainer.planner.hardware import load_hardware
 from trainer.planner.memory_model import Shape
 from trainer.planner.time_model import (
+    Communicator,
     Decoder,
-    Group,
-    Lengths,
+    ResponseLengths,
     bubble,
     fsdp,
     matrices,
@@ -56,16 +56,16 @@ def test_launches_are_hidden_by_kernels_on_a_gpu_and_add_up_on_a_cpu() -> None:
 
 
 def test_collectives_take_the_ring_share_of_the_bytes_over_the_link() -> None:
-    group = Group(4, False, replace(H200, latency=0.0))
+    group = Communicator(4, False, replace(H200, latency=0.0))
     assert group.ring(8e9) == pytest.approx(8e9 * 3 / 4 / H200.link)
     assert group.ring(8e9, rounds=2) == pytest.approx(2 * group.ring(8e9))
     assert replace(group, crosses=True).ring(8e9) == pytest.approx(group.ring(8e9) * H200.link / H200.network)
-    assert Group(1, False, H200).ring(8e9) == 0.0
+    assert Communicator(1, False, H200).ring(8e9) == 0.0
     assert replace(group, hardware=H200).ring(0.0, calls=3) == pytest.approx(3 * H200.latency)
 
 
 def test_compute_hides_fsdp_collectives_except_the_first_gather() -> None:
-    group, one = Group(8, False, H200), Group(1, False, H200)
+    group, one = Communicator(8, False, H200), Communicator(1, False, H200)
 
     def exposed(compute: float, **more: bool) -> float:
         settings = {"micro_batches": 2, "backward": True, "reshard": True} | more
@@ -74,13 +74,13 @@ def test_compute_hides_fsdp_collectives_except_the_first_gather() -> None:
     assert 0 < exposed(10.0) < exposed(0.1) < exposed(0.0)
     assert exposed(0.0, reshard=False) < exposed(0.0), "weights are gathered once"
     assert exposed(0.0, backward=False) < exposed(0.0, reshard=False), "no gradients"
-    copies = fsdp(SHAPE, group, Group(2, True, H200), 2, 0.0, micro_batches=2, backward=True, reshard=True)["collectives"]
-    assert copies - exposed(0.0) == pytest.approx(Group(2, True, H200).ring(4 * SHAPE.parameters / 8, rounds=2))
+    copies = fsdp(SHAPE, group, Communicator(2, True, H200), 2, 0.0, micro_batches=2, backward=True, reshard=True)["collectives"]
+    assert copies - exposed(0.0) == pytest.approx(Communicator(2, True, H200).ring(4 * SHAPE.parameters / 8, rounds=2))
     assert fsdp(SHAPE, one, one, 2, 0.0, micro_batches=2, backward=True, reshard=True)["collectives"] == 0.0
 
 
 def test_tensor_parallel_reduces_hidden_states_twice_a_layer() -> None:
-    group = Group(2, False, replace(H200, latency=0.0))
+    group = Communicator(2, False, replace(H200, latency=0.0))
     found = tensor_parallel(SHAPE, group, 4096, 2, micro_batches=4, passes=1)
     assert found == pytest.approx(2 * SHAPE.layers * 2 * (2 * 4096 * SHAPE.hidden) / 2 / H200.link)
     exchanged = ulysses(SHAPE, group, 4096, 2, micro_batches=4, passes=1)
@@ -100,18 +100,18 @@ def test_adamw_reads_four_and_writes_three_numbers() -> None:
 
 
 def test_decode_step_reads_weights_once_and_each_cache() -> None:
-    decoder = Decoder(SHAPE, Group(1, False, H200), slots=256, size=2)
+    decoder = Decoder(SHAPE, Communicator(1, False, H200), slots=256, size=2)
     weights = 2 * (SHAPE.layers * matrices(SHAPE) + HEAD) / (H200.bandwidth * H200.reading)
     assert decoder.step(1, 0) == pytest.approx(max(weights, H200.software.decode), rel=0.01)
     cache = 256 * 1000 * 2 * SHAPE.keys * SHAPE.layers * 2 / (H200.bandwidth * H200.reading)
     assert decoder.step(256, 3000) - decoder.step(256, 2000) == pytest.approx(cache)
     assert replace(decoder, eager=True).step(1, 0) > decoder.step(1, 0)
-    half = replace(decoder, group=Group(2, False, replace(H200, latency=0.0)))
+    half = replace(decoder, group=Communicator(2, False, replace(H200, latency=0.0)))
     assert half.step(64, 8000) < decoder.step(64, 8000)
 
 
 def test_generation_ends_with_the_longest_response_and_waits_for_slots() -> None:
-    decoder = Decoder(SHAPE, Group(1, False, H200), slots=2, size=2)
+    decoder = Decoder(SHAPE, Communicator(1, False, H200), slots=2, size=2)
     one = decoder.generate(1, 10, [100])["decode"]
     assert one == pytest.approx(100 * decoder.step(1, 60), rel=0.02)
     assert decoder.generate(1, 10, [100, 100, 100, 100])["decode"] == pytest.approx(200 * decoder.step(2, 60), rel=0.02)
@@ -121,8 +121,8 @@ def test_generation_ends_with_the_longest_response_and_waits_for_slots() -> None
 
 
 def test_responses_have_the_given_mean_and_maximum() -> None:
-    drawn = Lengths(100, 300, 1000).responses(512)
+    drawn = ResponseLengths(100, 300, 1000).responses(512)
     assert max(drawn) == 1000 and sum(drawn) / 512 == pytest.approx(300, rel=0.01)
-    assert Lengths(100, 300, 300).responses(4) == (300,) * 4
+    assert ResponseLengths(100, 300, 300).responses(4) == (300,) * 4
     first = sum(drawn[:256])
     assert first == pytest.approx(sum(drawn) / 2, rel=0.05), "long and short ones alternate"

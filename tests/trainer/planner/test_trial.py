@@ -90,3 +90,22 @@ def test_large_models_generate_nothing(plan: Plan, monkeypatch: pytest.MonkeyPat
     output = plan()
     assert "  no responses: a dry run generates with models of 0.001 million parameters at most" in output
     assert any(line.startswith("  score of the ground truth") for line in output)
+
+
+def test_the_trial_asks_no_judge(plan: Plan) -> None:
+    judge = ("reward.scorer=judge", "reward.judge.url=http://127.0.0.1:1/v1", "reward.judge.model=m")
+    own = f"{REWARD}=null"
+    assert "  no scores: a judge would be asked" in plan(*judge, own, "reward.judge.prompt='{answer}'")
+
+
+def test_the_trials_engine_has_room_for_its_own_rows_alone(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+    engine = trial.EmbeddedRollout
+    monkeypatch.setattr(trial, "EmbeddedRollout", lambda spec: (made.append(spec), engine(spec))[1])
+    plan("data.max_response_length=8000")
+    assert made[0].max_model_len <= 64 + trial.TOKENS and made[0].rollout.max_num_seqs == 16
+
+
+def test_a_reward_that_hangs_is_late(plan: Plan, tmp_path: Path) -> None:
+    output = plan(function(tmp_path, "import time; time.sleep(60)"), "reward.timeout=0.5")
+    assert output[-2].startswith("20 of 20 rewards of the trial failed: ")
