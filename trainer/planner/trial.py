@@ -88,8 +88,9 @@ def generated(
     pairs = [prompt for prompt in prompts for _ in range(n)]
     # The engine reserves its cache at once: for these rows, not for the longest of the run.
     longest = max(len(prompt.prompt_ids) for prompt in prompts) + limited.max_tokens
-    sizes = {"max_num_seqs": len(pairs), "max_model_len": longest}
-    rollout = replace(config.actor_rollout_ref.rollout, name="embedded", dtype="float32", **sizes)
+    rollout = replace(
+        config.actor_rollout_ref.rollout, name="embedded", dtype="float32", max_num_seqs=len(pairs), max_model_len=longest
+    )
     with closing(EmbeddedRollout(rollout_spec(model, rollout, config.data, "cpu"))) as engine:
         engine.load_weights(iter(engine.to_engine_names(stored(model))), version=0)
         done = engine.generate([Request(i, prompt.prompt_ids, limited, seed=i) for i, prompt in enumerate(pairs)])
