@@ -2,12 +2,21 @@
 
 import json
 import socket
+import sys
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from trainer.rewards.sandbox.proxies import Peer, Remote
+
+
+@pytest.fixture(autouse=True)
+def limit_of_digits() -> Iterator[None]:
+    """A peer removes the process's limit of an integer's digits, which parsers elsewhere rely on."""
+    before = sys.get_int_max_str_digits()
+    yield
+    sys.set_int_max_str_digits(before)
 
 
 class Own:
