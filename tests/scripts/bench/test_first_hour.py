@@ -10,13 +10,13 @@ import pytest
 
 from scripts.bench.first_hour import EDITS, edited, main
 from trainer.new_task.create import create
-from trainer.new_task.sizes import Machine
+from trainer.new_task.sizes import LocalMachine
 
 
 @pytest.mark.parametrize("task", EDITS)
 def test_edits_replace_functions_of_the_template(task: str, tmp_path: Path) -> None:
     template, functions = EDITS[task]
-    create(tmp_path / task, template, Machine())
+    create(tmp_path / task, template, LocalMachine())
     file = tmp_path / task / "task.py"
     before = file.read_text()
     file.write_text(edited(before, functions))
