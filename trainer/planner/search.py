@@ -2,7 +2,8 @@
 
 Candidates are pairs of a rollout's and the trainers' settings on the same GPUs. A step never takes less time if one of them takes
 more, so pairs are visited in the order of their times, and the search ends with the last plan that is asked for: most pairs are
-never checked for memory. Candidates also use a part of the cluster, so that more GPUs never make the best plan slower.
+never checked for memory. Candidates also use a part of the cluster, so that more GPUs never make the best plan slower; parts whose
+least possible time is more than that of the plans found are not looked at.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from configs.validation.placement import placement_of
 from trainer.planner.hardware import GpuCluster
 from trainer.planner.memory_estimate import Use, estimate
 from trainer.planner.memory_model import Shape
-from trainer.planner.step_time import ACTOR, GENERATE, PhaseSpan, PhaseTime, phase_times, schedule, step_seconds
+from trainer.planner.step_time import ACTOR, PhaseSpan, PhaseTime, generation, schedule, step_seconds, trainer_phases
 from trainer.planner.time_model import ResponseLengths
 from trainer.ppo.ppo_builder import wants_critic
 
@@ -35,6 +36,8 @@ Composed = Callable[[Sequence[str]], PPOConfig]
 ROLLOUT = "actor_rollout_ref.rollout"
 MARGIN = 0.95
 """Fraction of a GPU that a plan may use: torch's allocator fragments (docs/performance.md)."""
+SHARES = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
+"""Values of gpu_memory_utilization."""
 TUNED = ("max_token_len_per_gpu", "gpu_memory_utilization", "_offload")
 """Ends of keys by which two plans of a list do not differ alone."""
 
@@ -73,8 +76,17 @@ class RankedPlan:
         return placement_of(self.config, has_critic="critic" in self.shapes)
 
     @cached_property
+    def generation(self) -> PhaseTime:
+        return generation(self.config, self.place, self.shapes[ACTOR], self.cluster.hardware, self.lengths)
+
+    @cached_property
+    def others(self) -> list[PhaseTime]:
+        """Phases after generation: none of them depends on ``rollout_options``."""
+        return trainer_phases(self.config, self.place, self.shapes, self.cluster.hardware, self.lengths)
+
+    @property
     def phases(self) -> list[PhaseTime]:
-        return phase_times(self.config, self.place, self.shapes, self.cluster.hardware, self.lengths)
+        return [self.generation, *self.others]
 
     @cached_property
     def spans(self) -> list[PhaseSpan]:
@@ -141,23 +153,23 @@ def untuned(plan: RankedPlan) -> Overrides:
 
 def ranked(plan: RankedPlan) -> Iterator[tuple[float, RankedPlan]]:
     """Candidates that fit, in the order of their times: of all numbers of GPUs and placements, merged."""
-    queue: list[tuple[float, int, RankedPlan, Iterator[tuple[float, RankedPlan]]]] = []
+    queue: list[tuple[float, int, RankedPlan | None, Iterator[tuple[float, RankedPlan]]]] = []
     for i, base in enumerate(bases(plan)):
-        pairs = candidates(base)
-        if (first := next(pairs, None)) is not None:
-            queue.append((first[0], i, first[1], pairs))
+        # None: the base waits with a lower bound of its candidates, which are not computed unless it is the least of all.
+        queue.append((bound(base), i, None, candidates(base)))
     heapify(queue)
     while queue:
         seconds, i, candidate, pairs = heappop(queue)
-        yield seconds, candidate
+        if candidate is not None:
+            yield seconds, candidate
         if (following := next(pairs, None)) is not None:
             heappush(queue, (following[0], i, following[1], pairs))
 
 
 def bases(plan: RankedPlan) -> Iterator[RankedPlan]:
-    """The plan on each number of GPUs, and in each placement."""
+    """The plan on each number of nodes and of their GPUs, and in each placement."""
     cluster, layouts = plan.cluster, {plan.config.placement.layout, "colocate_all", "split"}
-    for nodes, gpus, layout in product(powers(cluster.nodes), powers(cluster.gpus), sorted(layouts)):
+    for nodes, gpus, layout in product(counts(cluster.nodes), counts(cluster.gpus), sorted(layouts)):
         size = {"trainer.nnodes": nodes, "trainer.n_gpus_per_node": gpus, "placement.layout": layout}
         base = plan.having({key: value for key, value in size.items() if value_of(plan.config, key) != value})
         try:
@@ -167,17 +179,25 @@ def bases(plan: RankedPlan) -> Iterator[RankedPlan]:
         yield base
 
 
+def bound(base: RankedPlan) -> float:
+    """Seconds that no candidate on the GPUs of ``base`` falls below."""
+    # The largest share of the GPU has room for the most sequences.
+    options = [base.having(options) for options in rollout_options(base, shares=SHARES[-1:])]
+    answers = min((option.generation for option in options), key=lambda time: time.seconds)
+    rest = trainer_phases(base.config, base.place, base.shapes, base.cluster.hardware, base.lengths, least=True)
+    return step_seconds(schedule(base.config, base.place, [answers, *rest]))
+
+
 def candidates(base: RankedPlan) -> Iterator[tuple[float, RankedPlan]]:
     """Candidates on the GPUs of ``base`` that fit, in the order of their times."""
-    rollouts = sorted((base.having(options) for options in rollout_options(base)), key=generation_seconds)
+    rollouts = sorted((base.having(options) for options in rollout_options(base)), key=lambda one: one.generation.seconds)
     trainers = [base.having(options) for options in train_options(base)]
 
     def joined(trainer: RankedPlan, rollout: RankedPlan) -> RankedPlan:
         return trainer.having({key: value for key, value in rollout.overrides.items() if key not in base.overrides})
 
     def cost(trainer: RankedPlan, rollout: RankedPlan) -> float:
-        generation, rest = rollout.phases[:1], trainer.phases[1:]
-        return step_seconds(schedule(base.config, base.place, [*generation, *rest]))
+        return step_seconds(schedule(base.config, base.place, [rollout.generation, *trainer.others]))
 
     def fits(trainer: RankedPlan, rollout: RankedPlan) -> bool:
         return joined(trainer, rollout).fits
@@ -186,12 +206,7 @@ def candidates(base: RankedPlan) -> Iterator[tuple[float, RankedPlan]]:
         yield seconds, joined(trainer, rollout)
 
 
-def generation_seconds(plan: RankedPlan) -> float:
-    assert plan.phases[0].stage == GENERATE
-    return plan.phases[0].seconds
-
-
-def rollout_options(plan: RankedPlan) -> Iterator[Overrides]:
+def rollout_options(plan: RankedPlan, shares: Sequence[float] = SHARES) -> Iterator[Overrides]:
     """Tensor parallel sizes (with them the number of replicas) and shares of the GPU of an engine."""
     rollout, pool = plan.config.actor_rollout_ref.rollout, plan.place.pool("rollout")
     if rollout.name == "embedded":
@@ -199,7 +214,7 @@ def rollout_options(plan: RankedPlan) -> Iterator[Overrides]:
         return
     heads = plan.shapes[ACTOR].kv_heads
     sizes = [size for size in powers(pool.n_gpus_per_node) if pool.n_gpus_per_node % size == 0 and heads % size == 0]
-    for size, share in product(sizes, (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)):
+    for size, share in product(sizes, shares):
         yield changed(plan, {f"{ROLLOUT}.tensor_model_parallel_size": size, f"{ROLLOUT}.gpu_memory_utilization": share})
 
 
@@ -249,3 +264,11 @@ def value_of(config: Any, key: str) -> Any:
 def powers(most: int) -> list[int]:
     """Powers of two below ``most``, and ``most``."""
     return [*(1 << i for i in range(most.bit_length()) if 1 << i < most), most]
+
+
+def counts(most: int) -> list[int]:
+    """Numbers of nodes, or of GPUs of a node, up to ``most``: all up to 16, then those with four significant binary digits.
+
+    A larger cluster has all the numbers of a smaller one.
+    """
+    return [count for count in range(1, most + 1) if count % (1 << max(0, count.bit_length() - 4)) == 0]

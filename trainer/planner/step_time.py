@@ -82,28 +82,42 @@ def phase_times(
     config: PPOConfig, place: Placement, shapes: Mapping[str, Shape], hardware: Hardware, lengths: ResponseLengths
 ) -> list[PhaseTime]:
     """Phases of a step, in their order. shapes: by configuration key of the roles, as for ``memory_roles``."""
+    answers = generation(config, place, shapes[ACTOR], hardware, lengths)
+    return [answers, *trainer_phases(config, place, shapes, hardware, lengths)]
+
+
+def trainer_phases(
+    config: PPOConfig,
+    place: Placement,
+    shapes: Mapping[str, Shape],
+    hardware: Hardware,
+    lengths: ResponseLengths,
+    *,
+    least: bool = False,
+) -> list[PhaseTime]:
+    """Phases of a step after generation. least: lower bounds over all micro-batches, parallel sizes, offloads and recomputation."""
     roles = memory_roles(config, place, shapes)
     batch, n = config.data.train_batch_size, config.actor_rollout_ref.rollout.n
-    found = [generation(config, place, shapes[ACTOR], hardware, lengths)]
+    found: list[PhaseTime] = []
     for key, role in roles.items():
         name = key.rpartition(".")[2]
         if key != ACTOR or has_old_log_probs(config):
-            passed = PassCost(role, hardware, lengths, batch, n, head=name in ("actor", "ref"))
+            passed = PassCost(role, hardware, lengths, batch, n, head=name in ("actor", "ref"), least=least)
             found.append(PhaseTime(role.pool.name, f"{name}: {WORK.get(name, 'scores')}", FORWARD, passed.forward()))
     # With an adapter the reference is the actor without it, and has no workers of its own.
     if wants_ref(config) and "actor_rollout_ref.ref" not in roles:
         role = roles[ACTOR]
-        found.append(
-            PhaseTime(role.pool.name, "ref: log-probs", FORWARD, PassCost(role, hardware, lengths, batch, n, head=True).forward())
-        )
+        passed = PassCost(role, hardware, lengths, batch, n, head=True, least=least)
+        found.append(PhaseTime(role.pool.name, "ref: log-probs", FORWARD, passed.forward()))
     actor = config.actor_rollout_ref.actor
     learners = {"critic": config.critic, ACTOR: actor}
     for key, learner in ((key, learner) for key, learner in learners.items() if key in roles):
         size, role = learner.ppo_mini_batch_size, roles[key]
         updates = learner.ppo_epochs * -(-batch // size)
-        passed = PassCost(role, hardware, lengths, size, n, head=key == ACTOR)
+        passed = PassCost(role, hardware, lengths, size, n, head=key == ACTOR, least=least)
         parts = {part: updates * seconds for part, seconds in passed.update().items()}
-        parts["offload"] = updates * moments_moved(role, hardware) + parts.get("offload", 0.0)
+        if not least:
+            parts["offload"] = updates * moments_moved(role, hardware) + parts.get("offload", 0.0)
         parts["controller"] = updates * hardware.software.phase
         found.append(PhaseTime(role.pool.name, f"{key.rpartition('.')[2]}: update", UPDATE, parts))
     tokens = batch * n * (lengths.prompt + lengths.response)
@@ -181,7 +195,10 @@ def moments_moved(role: Role, hardware: Hardware) -> float:
 
 @dataclass(frozen=True, slots=True)
 class PassCost:
-    """Passes of a role over ``prompts`` prompts with n responses each, on the GPU with the most rows."""
+    """Passes of a role over ``prompts`` prompts with n responses each, on the GPU with the most rows.
+
+    least: a lower bound over all settings of the role; the work of one micro-batch, divided evenly, and nothing else.
+    """
 
     role: Role
     hardware: Hardware
@@ -189,6 +206,7 @@ class PassCost:
     prompts: int
     n: int
     head: bool
+    least: bool = False
 
     def forward(self) -> Parts:
         """Seconds of a forward pass over all rows."""
@@ -203,6 +221,8 @@ class PassCost:
     def _parts(self, limit: int, *, backward: bool) -> Parts:
         config: ShardedConfig = self.role.config
         size, model = BYTES[config.sharding.dtype], self.role.model
+        if self.least:
+            return self._least(size, backward=backward)
         rows, tokens, pairs, micro_batches = self._rows(limit)
         recompute = backward and model is not None and model.enable_gradient_checkpointing
         work = pass_work(
@@ -217,6 +237,15 @@ class PassCost:
         moved = self.role.shape.parameters * (1 if not backward else 2) / self._shards() if config.sharding.param_offload else 0.0
         kept = self.role.setting.kept if isinstance(config.sharding, FSDPConfig) else size
         return parts | ({"offload": kept * moved / self.hardware.host_link} if self.hardware.device == "cuda" else {})
+
+    def _least(self, size: int, *, backward: bool) -> Parts:
+        rows, prompt = self.prompts * self.n / world_size(self.role.pool), self.lengths.prompt
+        pairs = pairs_of(self.lengths.responses(min(256, self.prompts * self.n)), prompt) - (1 - 1 / self.n) * prompt**2 / 2
+        work = pass_work(
+            self.role.shape, rows * (self.lengths.response + prompt / self.n), rows * pairs, size, micro_batches=0,
+            head=self.head, backward=backward, frozen=bool(self.role.adapter),
+        )  # fmt: skip
+        return work.seconds(self.hardware, size)
 
     def _rows(self, limit: int) -> tuple[int, float, float, int]:
         """Rows of a rank, tokens and query-key pairs of one, and micro-batches of at most ``limit`` tokens."""

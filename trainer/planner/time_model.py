@@ -256,6 +256,7 @@ def _quantiles(mean: float, most: int, count: int) -> tuple[int, ...]:
     return tuple(found[i] for i in sorted(range(count), key=lambda i: (i * 0.6180339887) % 1))
 
 
-def pairs_of(lengths: Sequence[int], prompt: float) -> float:
+@cache
+def pairs_of(lengths: tuple[int, ...], prompt: float) -> float:
     """Mean query-key pairs of a row with a prompt and one of these responses."""
     return sum(len([*same]) * (prompt + length) ** 2 / 2 for length, same in groupby(sorted(lengths))) / len(lengths)

@@ -42,7 +42,7 @@ def test_products_are_two_flops_per_parameter_and_token() -> None:
 
 def test_attention_is_four_flops_per_pair_and_width() -> None:
     assert pass_work(SHAPE, 0, 50, 2, micro_batches=1, head=True).attention == 4 * 50 * SHAPE.layers * SHAPE.queries
-    assert pairs_of([10, 10, 30], 10) == (2 * 200 + 800) / 3
+    assert pairs_of((10, 10, 30), 10) == (2 * 200 + 800) / 3
 
 
 def test_launches_are_hidden_by_kernels_on_a_gpu_and_add_up_on_a_cpu() -> None:
