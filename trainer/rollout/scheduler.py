@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
 from typing import Literal
 
 Balance = Literal["tokens", "static"]
@@ -57,6 +58,8 @@ class RolloutScheduler:
         self.replicas = list(range(n_replicas))
         """Those that were not lost."""
         self._called: set[int] = set()
+        self._ready: set[int] = set()
+        """Replicas that have rows and no call."""
         self._last: dict[int, int] = {}
         """Replica of the rows that ended."""
         self._n_placed = 0
@@ -98,6 +101,8 @@ class RolloutScheduler:
             for row in results.rows:
                 self._prompt_tokens[replica] -= self._running[replica].pop(row).tokens
                 self._last[row] = replica
+            if self._running[replica]:
+                self._ready.add(replica)
             self._n_ended += len(results.rows)
             self._ended_tokens += sum(results.lengths)
         if self._n_ended:
@@ -112,6 +117,8 @@ class RolloutScheduler:
             for row in [row for row in running if row in rows and replica not in self._called]:
                 self._prompt_tokens[replica] -= running.pop(row).tokens
                 held.setdefault(replica, []).append(row)
+            if not running:
+                self._ready.discard(replica)
         for row in rows:
             self._last.pop(row, None)
         return held
@@ -121,36 +128,54 @@ class RolloutScheduler:
         self.replicas.remove(replica)
         self._running[replica] = {}
         self._called.discard(replica)
+        self._ready.discard(replica)
 
     def calls(self, also: Collection[int] = ()) -> dict[int, list[int]]:
         """Calls to start: by replica, the rows to be submitted (often none). A replica has one call at a time.
 
         also: replicas that need a call although they have no rows.
         """
-        new: list[list[int]] = [[] for _ in self._running]
-        while self._waiting and (replica := self._place(self._waiting[0])) is not None:
-            group = self._waiting.popleft()
-            new[replica] += group.rows
-            self._running[replica] |= dict.fromkeys(group.rows, group)
-            self._prompt_tokens[replica] += group.tokens * len(group.rows)
-            self._n_placed += 1
-        busy = [
-            replica for replica, rows in enumerate(self._running) if (rows or replica in also) and replica not in self._called
-        ]
-        calls = {replica: new[replica] for replica in busy}
-        self._called.update(calls)
-        return calls
+        new: dict[int, list[int]] = {}
+        if self._waiting:
+            idle = [(self._outstanding(i), i) for i in self.replicas if i not in self._called]
+            heapify(idle)
+            while self._waiting and (replica := self._place(self._waiting[0], idle)) is not None:
+                group = self._waiting.popleft()
+                new.setdefault(replica, []).extend(group.rows)
+                self._running[replica] |= dict.fromkeys(group.rows, group)
+                self._prompt_tokens[replica] += group.tokens * len(group.rows)
+                self._ready.add(replica)
+                self._n_placed += 1
+                heappush(idle, (self._outstanding(replica), replica))
+        busy = sorted(self._ready.union(replica for replica in also if replica not in self._called))
+        self._called.update(busy)
+        self._ready.clear()
+        return {replica: new.get(replica, []) for replica in busy}
 
-    def _place(self, group: _Group) -> int | None:
-        """Replica for a group that is to be submitted now; None: it waits."""
+    def _place(self, group: _Group, idle: list[tuple[float, int]]) -> int | None:
+        """Replica for a group that is to be submitted now; None: it waits.
+
+        idle: heap of replicas without a call by their outstanding tokens; outdated entries are dropped here.
+        """
         last = self._last.get(group.rows[0])
-        if last in self.replicas and last not in self._called and self._fits(group, self.held(last)):
+        if last is not None and last in self.replicas and last not in self._called and self._fits(group, self.held(last)):
             return last
         if self._balance == "static":
             replica = self.replicas[self._n_placed % len(self.replicas)] if self.replicas else None
             return None if replica in self._called else replica
-        room = [i for i in self.replicas if i not in self._called and self._fits(group, self.held(i))]
-        return min(room, key=lambda i: (self._outstanding(i), i), default=None)
+        full: list[tuple[float, int]] = []
+        found = None
+        while idle and found is None:
+            tokens, replica = heappop(idle)
+            if tokens != self._outstanding(replica):
+                continue
+            if self._fits(group, self.held(replica)):
+                found = replica
+            else:
+                full.append((tokens, replica))
+        for entry in full:
+            heappush(idle, entry)
+        return found
 
     def _fits(self, group: _Group, held: int) -> bool:
         """Whether a replica that has ``held`` rows takes a group."""
