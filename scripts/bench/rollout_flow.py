@@ -28,11 +28,10 @@ import argparse
 import json
 import sys
 import tempfile
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache
-from heapq import heappop, heappush
 from math import ceil, log, log1p
 from pathlib import Path
 from statistics import mean
@@ -47,6 +46,7 @@ from configs.schema.ppo import FilterGroupsConfig, PPOConfig, RewardConfig
 from trainer.cluster.watchdog import StartedCall, Watchdog
 from trainer.data.dataset import Prompt, PromptStream
 from trainer.data.order import DataOrder
+from trainer.planner.simulation import DecodeSlots
 from trainer.resilience.rollback import Rollbacks
 from trainer.rewards.scoring import Failures, Response, Score
 from trainer.rewards.shaping import RunningMoments, Shaping
@@ -131,11 +131,9 @@ class SimulatedEngine:
         self._version = 0
         self._now = 0
         """Number of decode steps so far."""
-        self._waiting: deque[SimulatedRequest] = deque()
-        self._running: list[tuple[int, int]] = []
-        """Heap of (decode step after which the response ends, id)."""
-        self._admitted: dict[int, SimulatedRequest] = {}
-        """Running requests by id."""
+        self._slots = DecodeSlots(1, settings.slots)
+        self._unfinished: dict[int, SimulatedRequest] = {}
+        """Unfinished requests by id, in the order in which they came."""
         self._cached: set[int] = set()
         """Ordinals of the prompts computed with these weights."""
 
@@ -153,28 +151,32 @@ class SimulatedEngine:
     def advance(self, prompts: Batch | None, sampling: Sampling, steps: int) -> Batch:
         """As RolloutRole.advance. meta: seconds; sequence_seconds, the sum of the running sequences' seconds."""
         if prompts is not None:
-            self._waiting += self._requests(prompts)
+            for request in self._requests(prompts):
+                self._unfinished[request.id] = request
+                self._slots.submit(0, request.id, request.left)
         ended: list[SimulatedRequest] = []
         seconds = sequence_seconds = 0.0
         end = self._now + steps
-        while self._now < end and (self._running or self._waiting):
-            before = len(self._waiting)
-            elapsed = self._settings.c * self._fill()
-            elapsed += self._settings.d * (len(self._waiting) < before)
-            until = min(end, self._running[0][0])
-            elapsed += (until - self._now) * self._settings.decode_seconds(len(self._running))
-            seconds, sequence_seconds = seconds + elapsed, sequence_seconds + elapsed * len(self._running)
+        while self._now < end and self._unfinished:
+            started = self._slots.fill(0, self._now)
+            elapsed = self._settings.c * self._prefilled(started) + self._settings.d * bool(started)
+            running, next_end = self._slots.running[0], self._slots.next_end
+            assert next_end is not None, "free slots are filled"
+            until = min(end, next_end)
+            elapsed += (until - self._now) * self._settings.decode_seconds(running)
+            seconds, sequence_seconds = seconds + elapsed, sequence_seconds + elapsed * running
             self._now = until
-            while self._running and self._running[0][0] == until:
-                ended.append(self._admitted.pop(heappop(self._running)[1]))
+            while self._slots.next_end == until:
+                ended.append(self._unfinished.pop(self._slots.pop()[2]))
         responses = self._responses(ended, [request.left for request in ended])
         return responses.with_meta({"seconds": seconds, "sequence_seconds": sequence_seconds})
 
     def suspend(self) -> Batch:
         """As RolloutRole.suspend, with the meta of ``advance``: it takes no time."""
-        sampled = {id: self._admitted[id].left - (end - self._now) for end, id in self._running}
-        requests = [*self._admitted.values(), *self._waiting]
-        self._running, self._admitted, self._waiting = [], {}, deque()
+        ends = self._slots.take()
+        requests = [*self._unfinished.values()]
+        sampled = {id: self._unfinished[id].left - (end - self._now) for id, end in ends.items()}
+        self._unfinished = {}
         responses = self._responses(requests, [sampled.get(request.id, 0) for request in requests])
         responses = responses.with_rows(ended=torch.zeros(len(requests), dtype=torch.bool))
         return responses.with_meta({"seconds": 0.0, "sequence_seconds": 0.0})
@@ -190,15 +192,12 @@ class SimulatedEngine:
             requests.append(SimulatedRequest(id, ordinal, prompt_tokens, tokens, left, length <= longest))
         return requests
 
-    def _fill(self) -> int:
-        """Give free slots to waiting requests; returns the number of tokens to prefill."""
+    def _prefilled(self, started: Sequence[int]) -> int:
+        """Number of tokens to prefill for requests that start."""
         tokens = 0
-        while self._waiting and len(self._running) < self._settings.slots:
-            request = self._waiting.popleft()
+        for request in (self._unfinished[id] for id in started):
             tokens += request.begun + (0 if request.ordinal in self._cached else request.prompt_tokens)
             self._cached.add(request.ordinal)
-            self._admitted[request.id] = request
-            heappush(self._running, (self._now + request.left, request.id))
         return tokens
 
     def _responses(self, requests: Sequence[SimulatedRequest], lengths: Sequence[int]) -> Batch:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 from configs.schema.common import FSDPConfig, MegatronConfig, ShardedConfig
 from configs.schema.placement import Placement
@@ -126,21 +127,42 @@ def trainer_phases(
     return found
 
 
-def generation(config: PPOConfig, place: Placement, shape: Shape, hardware: Hardware, lengths: ResponseLengths) -> PhaseTime:
-    """Time of the rollout engines, each with an equal share of the responses, until the last one has ended."""
+@dataclass(frozen=True, slots=True)
+class EnginePlan:
+    """Rollout engines of a step. prompts: sampled in a step, with ``n`` responses each. max_num_seqs: what the scheduler gives a
+    replica; the decoder's slots are fewer if its KV cache holds fewer."""
+
+    decoder: Decoder
+    replicas: int
+    prompts: int
+    n: int
+    max_num_seqs: int
+    balance: Literal["tokens", "static"]
+
+
+def engines(config: PPOConfig, place: Placement, shape: Shape, hardware: Hardware, lengths: ResponseLengths) -> EnginePlan:
     rollout, pool = config.actor_rollout_ref.rollout, place.pool("rollout")
     ranks = 1 if rollout.name == "embedded" else rollout.tensor_model_parallel_size
-    replicas = max(1, world_size(pool) // ranks)
     # Dynamic sampling generates rounds of gen_batch_size prompts; one is counted.
     sampled = (config.algorithm.filter_groups.enable and config.data.gen_batch_size) or config.data.train_batch_size
-    rows = -(-sampled * rollout.n // replicas)
     group = Communicator(ranks, ranks > pool.n_gpus_per_node, hardware)
     eager = rollout.enforce_eager or hardware.device == "cpu"
     decoder = Decoder(shape, group, slots(config, shape, hardware, lengths), BYTES[rollout.dtype], eager)
+    return EnginePlan(decoder, max(1, world_size(pool) // ranks), sampled, rollout.n, rollout.max_num_seqs, rollout.balance)
+
+
+def generation(config: PPOConfig, place: Placement, shape: Shape, hardware: Hardware, lengths: ResponseLengths) -> PhaseTime:
+    """Time of the rollout engines, each with an equal share of the responses, until the last one has ended."""
+    planned = engines(config, place, shape, hardware, lengths)
+    rows = -(-planned.prompts * planned.n // planned.replicas)
     # A replica computes a prompt once, however many of its responses it has.
-    prompts = min(rows, max(1.0, rows / rollout.n))
-    parts = decoder.generate(prompts, lengths.prompt, lengths.responses(rows))
-    return PhaseTime(pool.name, "answers", GENERATE, parts | {"controller": hardware.software.phase})
+    prompts = min(rows, max(1.0, rows / planned.n))
+    # All wait for the replica that has the longest response of all.
+    own = lengths.responses(rows)
+    longest = max(own), max(*own, lengths.longest(planned.prompts * planned.n))
+    own = tuple(longest[1] if i == own.index(longest[0]) else length for i, length in enumerate(own))
+    parts = planned.decoder.generate(prompts, lengths.prompt, own)
+    return PhaseTime(place.pool("rollout").name, "answers", GENERATE, parts | {"controller": hardware.software.phase})
 
 
 def slots(config: PPOConfig, shape: Shape, hardware: Hardware, lengths: ResponseLengths) -> int:

@@ -14,7 +14,7 @@ section 2.2). Ring collectives: (n - 1) / n of the bytes per GPU. Sizes in bytes
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from heapq import heappop, heappush
@@ -238,6 +238,12 @@ class ResponseLengths:
         """Lengths of ``count`` responses: evenly spaced quantiles, in a fixed irregular order."""
         return _quantiles(self.response, self.most, count)
 
+    def longest(self, count: int) -> int:
+        """Longest of ``count`` responses, its median."""
+        if self.response >= self.most:
+            return self.most
+        return min(self.most, math.ceil(-exponential_scale(self.response, self.most) * math.log(-math.expm1(-math.log(2) / count))))
+
 
 @cache
 def _quantiles(mean: float, most: int, count: int) -> tuple[int, ...]:
@@ -247,13 +253,29 @@ def _quantiles(mean: float, most: int, count: int) -> tuple[int, ...]:
     def of(scale: float) -> list[int]:
         return [min(most, max(1, math.ceil(-scale * math.log1p(-(i + 0.5) / count)))) for i in range(count)]
 
-    low, high = 0.0, 1e3 * most
-    for _ in range(50):  # bisection: the mean grows with the scale
-        middle = (low + high) / 2
-        low, high = (middle, high) if sum(of(middle)) < mean * count else (low, middle)
-    found = of(high)
+    found = of(_scale(lambda scale: sum(of(scale)) / count, mean, most))
     # Steps of a golden ratio: long and short responses alternate.
     return tuple(found[i] for i in sorted(range(count), key=lambda i: (i * 0.6180339887) % 1))
+
+
+@cache
+def exponential_scale(mean: float, most: float) -> float:
+    """Scale of an exponential distribution that has this mean when it is truncated at ``most``, rounded up to whole tokens."""
+
+    # A whole number of tokens x has the probability exp(-(x - 1) / scale) of being reached: a geometric series.
+    def of(scale: float) -> float:
+        return math.expm1(-most / scale) / math.expm1(-1 / scale)
+
+    return _scale(of, mean, most)
+
+
+def _scale(mean_of: Callable[[float], float], mean: float, most: float) -> float:
+    """Scale at which a truncated distribution has this mean, by bisection: the mean grows with the scale."""
+    low, high = 1e-9, 1e3 * most
+    for _ in range(50):
+        middle = (low + high) / 2
+        low, high = (middle, high) if mean_of(middle) < mean else (low, middle)
+    return high
 
 
 @cache
