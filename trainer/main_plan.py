@@ -1,9 +1,11 @@
 """python -m trainer.main_plan: memory, time and better settings of a run, before it is started and on GPUs that are not at hand.
 
     python -m trainer.main_plan OVERRIDES OF main_ppo ... cluster=2x8xH100 [lengths=FILE|MEAN:MAX] [plans=5] [output=DIR]
+        [simulate=100] [failure_hours=12 [save_seconds=5] [restart_seconds=180]]
 
 cluster: nodes x GPUs of a node x a file of configs/hardware, or the path of one. lengths: metrics.jsonl of an earlier run, or
-mean and maximum of responses; without it all are as long as they may be. Writes plan.json and plan.html into output, if given.
+mean and maximum of responses; without it all are as long as they may be. simulate: steps with sampled lengths. failure_hours:
+hours between failures of any node, for the goodput by checkpoint interval. Writes plan.json and plan.html into output, if given.
 """
 
 import sys

@@ -41,6 +41,20 @@ def test_plan_is_printed_and_written_and_nothing_is_started(
     assert not (tmp_path / "run").exists()
 
 
+def test_simulated_steps_and_failures_are_in_the_table_and_the_page(
+    task: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("simulate=6", "failure_hours=0.5", "restart_seconds=20", "save_seconds=2.5", "plans=1", f"output={tmp_path}/plan")
+    out, err, code = planned(task, tmp_path, capsys, "cluster=1x2xcpu", *words)
+    assert code == 0, err
+    assert "simulated: 6 steps of" in out and "a node lost every 0.5 h; 2.5 s a checkpoint, 20 s a restart" in out
+    found = json.loads((tmp_path / "plan" / "plan.json").read_text())
+    assert len(found["simulated"]["steps"]) == 6
+    assert f"trainer.save_freq={found['failures']['save_freq']} keeps" in out
+    page = (tmp_path / "plan" / "plan.html").read_text()
+    assert "Running sequences" in page and "Goodput" in page and page.count("<svg") == 3
+
+
 def test_alternatives_pass_the_dry_run(task: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     planned(task, tmp_path, capsys, "cluster=1x2xcpu", f"output={tmp_path}/plan", "plans=3")
     for plan in json.loads((tmp_path / "plan" / "plan.json").read_text())["alternatives"]:
@@ -68,6 +82,9 @@ def test_lengths_are_read_from_a_run(task: Path, tmp_path: Path, capsys: pytest.
         (("cluster=1x1xcpu", "lengths=none.jsonl"), "lengths=none.jsonl: no such file"),
         (("cluster=1x1xcpu", "data.train_batch_size=999"), "data.train_batch_size=999"),
         (("cluster=1x1xcpu", "plans=none"), "plans=none: must be a number"),
+        (("cluster=1x1xcpu", "simulate=-1"), "simulate=-1: must be a number"),
+        (("cluster=1x1xcpu", "failure_hours=0"), "failure_hours=0: must be a number of hours above 0"),
+        (("cluster=1x1xcpu", "save_seconds=5"), "save_seconds has no effect without failures; set for example failure_hours=12"),
     ],
 )
 def test_errors_are_one_line(

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from configs.schema.ppo import PPOConfig
 from trainer.planner.dry_run import measured
+from trainer.planner.failures import FailureCosts, intervals, save_seconds
 from trainer.planner.hardware import GpuCluster
-from trainer.planner.plan_report import as_html, as_json, as_lines
+from trainer.planner.plan_report import FailureForecast, as_html, as_json, as_lines, run_charts, run_json, run_lines
 from trainer.planner.search import Composed, RankedPlan, alternatives
+from trainer.planner.simulation import SimulatedRun, simulate
 from trainer.planner.time_model import ResponseLengths
 
-OWN = ("cluster", "lengths", "plans", "output")
+OWN = ("cluster", "lengths", "plans", "simulate", "failure_hours", "save_seconds", "restart_seconds", "output")
+RESTART = "180"
+"""Seconds from a failure to the next step: 7B with vLLM starts in 141 to 186 s on four H200."""
 
 
 def plan(words: Sequence[str], composed: Composed, inputs: Callable[[PPOConfig], Iterable[str]]) -> None:
@@ -26,8 +30,7 @@ def plan(words: Sequence[str], composed: Composed, inputs: Callable[[PPOConfig],
     if "cluster" not in own:
         raise ValueError("cluster=null: the GPUs to plan for are not named; set cluster=2x8xH100")
     cluster = GpuCluster.of(own["cluster"])
-    if not (count := own.get("plans", "5")).isdigit():
-        raise ValueError(f"plans={count}: must be a number; set how many plans are shown, for example plans=5")
+    count, steps = (numbered(own, key, default) for key, default in (("plans", 5), ("simulate", 0)))
     overrides += [
         f"trainer.nnodes={cluster.nodes}", f"trainer.n_gpus_per_node={cluster.gpus}", f"trainer.device={cluster.hardware.device}",
     ]  # fmt: skip
@@ -39,14 +42,41 @@ def plan(words: Sequence[str], composed: Composed, inputs: Callable[[PPOConfig],
         raise ValueError(f"{unknown[0]}.model.path: the planner covers dense decoders, and this model is none")
     shapes = {key: model.shape for key, model in models.items() if model.shape is not None}
     given = RankedPlan(config, cluster, shapes, lengths_of(own.get("lengths"), config), {})
-    others = alternatives(given, overrides, int(count), composed)
-    print("\n".join(as_lines(given, others)))
+    others = alternatives(given, overrides, count, composed)
+    run = simulate(given, steps) if steps else None
+    failures = failures_of(own, given, run)
+    lines = [*as_lines(given, others), *run_lines(given, run, failures)]
+    print("\n".join(lines))
     if "output" in own:
         folder = Path(own["output"])
         folder.mkdir(parents=True, exist_ok=True)
         found = {"command": list(words), "plan": as_json(given), "alternatives": [as_json(other) for other in others]}
+        found |= run_json(run, failures)
         (folder / "plan.json").write_text(json.dumps(found, indent=1) + "\n")
-        (folder / "plan.html").write_text(as_html(given, others))
+        (folder / "plan.html").write_text(as_html(given, lines, run_charts(run, failures)))
+
+
+def numbered(own: Mapping[str, str], key: str, default: int) -> int:
+    if not (words := own.get(key, str(default))).isdigit():
+        raise ValueError(f"{key}={words}: must be a number; set it for example to {key}={default or 100}")
+    return int(words)
+
+
+def failures_of(own: Mapping[str, str], plan: RankedPlan, run: SimulatedRun | None) -> FailureForecast | None:
+    """Goodput by checkpoint interval, if failure_hours is set: of the simulated steps, or of the planned one."""
+    values = {key: own[key] for key in ("failure_hours", "save_seconds", "restart_seconds") if key in own}
+    for key, words in values.items():
+        if not re.fullmatch(r"\d+(\.\d+)?", words) or (key == "failure_hours" and not float(words)):
+            raise ValueError(f"{key}={words}: must be a number of {key.partition('_')[2]} above 0; set for example {key}=12")
+    if "failure_hours" not in values:
+        if values:
+            raise ValueError(f"{next(iter(values))} has no effect without failures; set for example failure_hours=12")
+        return None
+    save = float(values["save_seconds"]) if "save_seconds" in values else save_seconds(plan)
+    costs = FailureCosts(3600 * float(values["failure_hours"]), save, float(values.get("restart_seconds", RESTART)))
+    steps = run.steps if run is not None else [plan.seconds]
+    goodput = {every: costs.goodput(steps, every) for every in intervals(steps, costs)}
+    return FailureForecast(costs, sum(steps) / len(steps), goodput)
 
 
 def lengths_of(words: str | None, config: PPOConfig) -> ResponseLengths:

@@ -3,15 +3,31 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
+from trainer.planner.failures import FailureCosts
 from trainer.planner.search import RankedPlan, as_words
+from trainer.planner.simulation import SimulatedRun
+from trainer.report.charts import Chart, Curve, draw
 from workers.host_memory import GB
 
 COLOURS = ("#4477aa", "#8c7bb8", "#cc6677", "#228866")  # by stage
 WIDTH, LEFT, LANE = 900, 150, 26
+
+
+@dataclass(frozen=True, slots=True)
+class FailureForecast:
+    """Goodput by the number of steps between checkpoints. step: mean seconds of a step."""
+
+    costs: FailureCosts
+    step: float
+    goodput: Mapping[int, float]
+
+    @property
+    def best(self) -> int:
+        return max(self.goodput, key=lambda every: self.goodput[every])
 
 
 def binding(plan: RankedPlan) -> str:
@@ -43,6 +59,57 @@ def as_lines(plan: RankedPlan, others: Sequence[RankedPlan]) -> Iterator[str]:
         yield "no settings fit this cluster: take more GPUs, or shorter responses"
 
 
+def run_lines(plan: RankedPlan, run: SimulatedRun | None, failures: FailureForecast | None) -> Iterator[str]:
+    """Lines on simulated steps and failures."""
+    if run is not None:
+        seconds, generation = (sum(values) / len(values) for values in (run.steps, run.generation))
+        times = f"{min(run.steps):.3g} to {max(run.steps):.3g} s, {seconds:.3g} on average ({plan.seconds:.3g} planned)"
+        first = max(running for _, running in run.running)
+        half = next((at for at, running in reversed(run.running) if 2 * running >= first), 0.0) / run.generation[0]
+        yield f"simulated: {len(run.steps)} steps of {times}; generation {generation:.3g} s"
+        yield f"  at most {first} sequences run at once, fewer than half of them in the last {1 - half:.0%} of generation"
+    if failures is not None:
+        costs, best = failures.costs, failures.best
+        hours = costs.lost_every / 3600
+        yield f"failures: a node lost every {hours:g} h; {costs.save:.3g} s a checkpoint, {costs.restart:.3g} s a restart"
+        daly, worst = costs.daly() / failures.step, min(failures.goodput, key=lambda every: failures.goodput[every])
+        yield (
+            f"  trainer.save_freq={best} keeps {failures.goodput[best]:.1%} of the time, {worst} keeps "
+            f"{failures.goodput[worst]:.1%}; Daly's formula: {daly:.3g} steps"
+        )
+
+
+def run_json(run: SimulatedRun | None, failures: FailureForecast | None) -> dict[str, Any]:
+    found: dict[str, Any] = {} if run is None else {"simulated": asdict(run)}
+    if failures is not None:
+        found["failures"] = asdict(failures) | {"save_freq": failures.best}
+    return found
+
+
+def run_charts(run: SimulatedRun | None, failures: FailureForecast | None) -> str:
+    """Running sequences over the time of the first step's generation; goodput over the interval of checkpoints."""
+    charts = []
+    if run is not None:
+        at, running = zip(*run.running, (run.generation[0], 0), strict=True)
+        charts.append(
+            draw("Running sequences", "seconds of the first step", [Curve("", at, running, exact=True)], at_least=(0, 1))
+        )
+    if failures is not None:
+        every, share = zip(*failures.goodput.items(), strict=True)
+        curves = [Curve("", every, [100 * value for value in share], exact=True, dots=True)]
+        charts.append(draw("Goodput, %", "steps between checkpoints", curves))
+    return "".join(map(svg, charts))
+
+
+def svg(chart: Chart) -> str:
+    words = [f'<text x="{tick.at}" y="210" text-anchor="middle">{tick.label}</text>' for tick in chart.x_ticks]
+    words += [f'<text x="43" y="{tick.at + 4}" text-anchor="end">{tick.label}</text>' for tick in chart.y_ticks]
+    paths = [f'<path d="{line.path}" fill="none" stroke="{COLOURS[0]}"/>' for line in chart.lines]
+    size = 'viewBox="0 0 440 220" width="440" font-size="11"'
+    picture = f'<svg xmlns="http://www.w3.org/2000/svg" {size}>{"".join([*words, *paths])}</svg>'
+    return f"<figure><figcaption>{chart.title} ({chart.note})</figcaption>{picture}</figure>"
+
+
 def as_json(plan: RankedPlan) -> dict[str, Any]:
     return {
         "overrides": as_words(plan.overrides),
@@ -57,8 +124,8 @@ def as_json(plan: RankedPlan) -> dict[str, Any]:
     }
 
 
-def as_html(plan: RankedPlan, others: Sequence[RankedPlan]) -> str:
-    """A page without scripts: a lane for each pool, memory by phase, and the table."""
+def as_html(plan: RankedPlan, lines: Sequence[str], charts: str) -> str:
+    """A page without scripts: a lane for each pool, memory by phase, ``charts``, and the table."""
     pools = [pool.name for pool in plan.place.pools]
     scale = (WIDTH - LEFT) / max(plan.seconds, 1e-9)
     bars = []
@@ -81,6 +148,6 @@ def as_html(plan: RankedPlan, others: Sequence[RankedPlan]) -> str:
     bars += [f'<text x="0" y="{LANE * i + 15}">{html.escape(name)}</text>' for i, name in enumerate(pools)]
     height = top + LANE * len(plan.uses)
     picture = f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{height}" font-size="12">{"".join(bars)}</svg>'
-    table = html.escape("\n".join(as_lines(plan, others)))
+    table = html.escape("\n".join(lines))
     title = "Plan of a step: time by pool, memory by phase (a full line is one GPU)"
-    return f'<!doctype html><meta charset="utf-8"><title>{title}</title><h1>{title}</h1>{picture}<pre>{table}</pre>\n'
+    return f'<!doctype html><meta charset="utf-8"><title>{title}</title><h1>{title}</h1>{picture}{charts}<pre>{table}</pre>\n'

@@ -2,8 +2,8 @@
 
 Candidates are pairs of a rollout's and the trainers' settings on the same GPUs. A step never takes less time if one of them takes
 more, so pairs are visited in the order of their times, and the search ends with the last plan that is asked for: most pairs are
-never checked for memory. Candidates also use a part of the cluster, so that more GPUs never make the best plan slower; parts whose
-least possible time is more than that of the plans found are not looked at.
+never checked for memory. Candidates also use a part of the cluster, so that more GPUs never make the best plan slower; parts
+whose least possible time is more than that of the plans found are not looked at.
 """
 
 from __future__ import annotations

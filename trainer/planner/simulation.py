@@ -1,9 +1,9 @@
 """Simulated steps of a plan: sampled response lengths, the trainer's own rollout scheduler, engines in simulated time.
 
-Replicas take their decode steps in ticks and wait for each other after each, as ``RolloutFlow`` does: a tick takes the time of the
-replica with the most sequences. Phases other than generation take their planned time in every step. A replica's result changes
-nothing in the scheduler unless responses ended or prompts wait, so ticks between such events are passed in one go: the work is
-proportional to the responses, not to replicas times ticks.
+Replicas take their decode steps in ticks and wait for each other after each, as ``RolloutFlow`` does: a tick takes the time of
+the replica with the most sequences. Phases other than generation take their planned time in every step. A replica's result
+changes nothing in the scheduler unless responses ended or prompts wait, so ticks between such events are passed in one go: the
+work is proportional to the responses, not to replicas times ticks.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from trainer.rollout.scheduler import Ended, RolloutScheduler
 
 
 class DecodeSlots:
-    """Requests of engines that take decode steps at the same time; each engine runs ``slots`` of them, the others wait in order."""
+    """Requests of engines that take decode steps at the same time. Each engine runs ``slots`` of them; others wait in order."""
 
     def __init__(self, n_engines: int, slots: int) -> None:
         self._slots = slots
@@ -79,19 +79,18 @@ class SimulatedRun:
 
 def simulate(plan: RankedPlan, steps: int, seed: int = 0) -> SimulatedRun:
     """Run ``steps`` steps of a plan with sampled lengths of responses."""
-    draws, planned = np.random.default_rng(seed), engines(
-        plan.config, plan.place, plan.shapes[ACTOR], plan.cluster.hardware, plan.lengths
-    )  # fmt: skip
-    whole, generation, running = [], [], []
-    for step in range(steps):
-        trace: list[tuple[float, int]] = []
+    draws = np.random.default_rng(seed)
+    planned = engines(plan.config, plan.place, plan.shapes[ACTOR], plan.cluster.hardware, plan.lengths)
+    traces: list[list[tuple[float, int]]] = []
+    whole, generation = [], []
+    for _ in range(steps):
+        traces.append([])
         lengths = sampled(plan.lengths, planned.prompts * planned.n, draws)
-        seconds = generate(planned, plan.lengths.prompt, lengths, trace) + plan.generation.parts["controller"]
+        seconds = generate(planned, plan.lengths.prompt, lengths, traces[-1]) + plan.generation.parts["controller"]
         answers = replace(plan.generation, parts={"decode": seconds})
         whole.append(step_seconds(schedule(plan.config, plan.place, [answers, *plan.others])))
         generation.append(seconds)
-        running = trace if step == 0 else running
-    return SimulatedRun(whole, generation, running)
+    return SimulatedRun(whole, generation, traces[0])
 
 
 def sampled(lengths: ResponseLengths, count: int, draws: np.random.Generator) -> list[int]:
@@ -104,7 +103,10 @@ def sampled(lengths: ResponseLengths, count: int, draws: np.random.Generator) ->
 
 
 def generate(engines: EnginePlan, prompt: float, lengths: Sequence[int], trace: list[tuple[float, int]]) -> float:
-    """Seconds until all responses have ended. lengths: tokens of each, those to one prompt in a row. trace: gets an entry per tick."""
+    """Seconds until all responses have ended.
+
+    lengths: tokens of each response, those to one prompt in a row. trace: gets (seconds, running sequences) of each tick.
+    """
     decoder, n = engines.decoder, engines.n
     scheduler = RolloutScheduler(
         n_replicas=engines.replicas, slots=engines.max_num_seqs, max_tokens=max(lengths), balance=engines.balance
@@ -114,16 +116,17 @@ def generate(engines: EnginePlan, prompt: float, lengths: Sequence[int], trace: 
     slots = DecodeSlots(engines.replicas, decoder.slots)
     called: set[int] = set()
     seconds, now, running, began = 0.0, 0, 0, 0  # began: sum of the decode steps at which the running sequences began
-    while calls := scheduler.calls() or called:
-        entered = 0
-        if isinstance(calls, dict):
-            called.update(calls)
-            for replica, rows in calls.items():
-                for row in rows:
-                    slots.submit(replica, row, lengths[row])
-                started = len(slots.fill(replica, now)) if rows else 0
-                running, began = running + started, began + started * now
-                entered = max(entered, len(rows))
+    while True:
+        calls = scheduler.calls()
+        called.update(calls)
+        if not called:
+            return seconds
+        for replica, rows in calls.items():
+            for row in rows:
+                slots.submit(replica, row, lengths[row])
+            started = len(slots.fill(replica, now)) if rows else 0
+            running, began = running + started, began + started * now
+        entered = max(map(len, calls.values()), default=0)
         seconds += decoder.prefill(entered / n * prompt, prompt)
         trace.append((seconds, running))
         first_end = slots.next_end
@@ -138,11 +141,10 @@ def generate(engines: EnginePlan, prompt: float, lengths: Sequence[int], trace: 
             ended.setdefault(replica, []).append(row)
             started = len(slots.fill(replica, last))
             running, began = running + started - 1, began + started * last - (last - lengths[row])
-        # No replica takes the rest of a tick after the last response.
-        seconds += ((until if running or scheduler.waiting else last) - now) * decoder.step(most, context)
+        # Engines without requests return before the end of the tick.
+        seconds += ((until if running else last) - now) * decoder.step(most, context)
         now = until
         # Replicas in which nothing ended report too where prompts wait: their next call can begin with these.
         reporting = called if scheduler.waiting else ended
         scheduler.record({i: Ended(ended.get(i, ()), [lengths[row] for row in ended.get(i, ())]) for i in sorted(reporting)})
         called.difference_update(reporting)
-    return seconds

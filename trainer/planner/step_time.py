@@ -96,7 +96,10 @@ def trainer_phases(
     *,
     least: bool = False,
 ) -> list[PhaseTime]:
-    """Phases of a step after generation. least: lower bounds over all micro-batches, parallel sizes, offloads and recomputation."""
+    """Phases of a step after generation.
+
+    least: lower bounds over all sizes of micro-batches and parallel groups, offloads and recomputation.
+    """
     roles = memory_roles(config, place, shapes)
     batch, n = config.data.train_batch_size, config.actor_rollout_ref.rollout.n
     found: list[PhaseTime] = []

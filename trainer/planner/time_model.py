@@ -242,7 +242,9 @@ class ResponseLengths:
         """Longest of ``count`` responses, its median."""
         if self.response >= self.most:
             return self.most
-        return min(self.most, math.ceil(-exponential_scale(self.response, self.most) * math.log(-math.expm1(-math.log(2) / count))))
+        return min(
+            self.most, math.ceil(-exponential_scale(self.response, self.most) * math.log(-math.expm1(-math.log(2) / count)))
+        )
 
 
 @cache

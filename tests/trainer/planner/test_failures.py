@@ -12,7 +12,9 @@ HOUR = 3600.0
 
 
 @settings(max_examples=20, deadline=None, derandomize=True, database=None)
-@given(hours=st.floats(0.5, 50), save=st.floats(0, 120), restart=st.floats(0, 600), step=st.floats(5, 300), every=st.integers(1, 40))
+@given(
+    hours=st.floats(0.5, 50), save=st.floats(0, 120), restart=st.floats(0, 600), step=st.floats(5, 300), every=st.integers(1, 40)
+)
 def test_simulated_goodput_is_that_of_the_closed_form(hours: float, save: float, restart: float, step: float, every: int) -> None:
     costs = FailureCosts(hours * HOUR, save, restart)
     # Steps of different lengths, with the same mean.
