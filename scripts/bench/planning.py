@@ -2,15 +2,19 @@
 
     python scripts/bench/planning.py backtest                     # docs/gpu.json: steps by phase on one and two GPUs
     python scripts/bench/planning.py layouts --hardware cpu       # measured here, on the CPU: minutes
+    python scripts/bench/planning.py published                    # published.json: figures of other systems, from their own pages
     python scripts/bench/planning.py backtest --docs docs/planning.md
 
 backtest composes every row of scripts/gpu/rows.py that docs/gpu.json has a time of, as it was run, and predicts its phases.
 layouts runs steps of small models by scripts/bench/step.py in several layouts. CPU seconds of all processes are compared, because
-the machine may be shared: the predicted ones are the sum of each phase over the workers of its pool.
+the machine may be shared: the predicted ones are the sum of each phase over the workers of its pool. published predicts how long
+this trainer would take with the settings of another system's published run. Its Megatron has no expert parallelism; for runs that
+had it, the exchange of tokens between experts is added here.
 """
 
 import argparse
 import json
+import math
 import os
 import statistics
 import sys
@@ -26,14 +30,15 @@ from configs.compose import compose
 from configs.schema.ppo import PPOConfig
 from configs.validation.placement import placement_of
 from configs.validation.rollout import world_size
+from scripts.bench.shapes import SHAPES
 from scripts.bench.step import Workload, arguments, make_task, medians, run_tandem
 from scripts.gpu.attempt import Attempt, Failed, Machine
 from scripts.gpu.driver import Gpu
 from scripts.gpu.rows import BY_NAME
-from trainer.planner.hardware import Hardware, load_hardware
+from trainer.planner.hardware import GpuCluster, Hardware, load_hardware
 from trainer.planner.memory_model import Shape
 from trainer.planner.step_time import phase_times, schedule, step_seconds
-from trainer.planner.time_model import ResponseLengths
+from trainer.planner.time_model import Communicator, ResponseLengths
 from trainer.run.run_dir import write_atomic
 
 ROOT = Path(__file__).parents[2]
@@ -83,7 +88,7 @@ LAYOUTS: dict[str, tuple[Workload, tuple[str, ...]]] = {
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("backtest", "layouts"))
+    parser.add_argument("what", choices=("backtest", "layouts", "published"))
     parser.add_argument("--hardware", default="cpu", help="of layouts (default: %(default)s)")
     parser.add_argument("--records", type=Path, default=Path("layouts.jsonl"), help="measured layouts are not run again")
     parser.add_argument("--only", nargs="+", default=None, help="rows or layouts whose name contains one of these")
@@ -92,6 +97,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.what == "layouts":
         hardware = load_hardware(args.hardware)
         print(layouts_table([layout(name, hardware, args.records) for name in chosen(LAYOUTS, args.only)]))
+        return
+    if args.what == "published":
+        print(published_table([*published(args.only)]))
         return
     text = backtest_table([*backtest(args.only)])
     print(text)
@@ -223,6 +231,66 @@ def predict(words: Sequence[str], work: Workload, hardware: Hardware) -> dict[st
         "cpu": sum(phase.seconds * (1 if phase.phase == "controller" else sizes[phase.pool]) for phase in phases),
         "phases": {phase.phase: phase.parts for phase in phases},
     }
+
+
+def published(only: Sequence[str] | None) -> Iterator[dict[str, Any]]:
+    """Published and predicted seconds by phase: generation, forward, update, step."""
+    rows = json.loads((ROOT / "scripts" / "bench" / "published.json").read_text())
+    for row in (row for row in rows if chosen([row["name"]], only)):
+        cluster, shape = (
+            GpuCluster.of(row["cluster"]),
+            Shape.of(SHAPES.get(row["model"]) if isinstance(row["model"], str) else row["model"]),
+        )
+        megatron, longest = row.get("megatron"), math.ceil(row["prompt"]) + row["most"]
+        config = compose("ppo_trainer", PPOConfig, published_words(row, cluster, longest))
+        lengths = ResponseLengths(row["prompt"], row["response"], row["most"])
+        shapes = {ACTOR: shape} | ({"actor_rollout_ref.ref": shape} if row["ref"] else {})
+        place = placement_of(config, has_critic=False)
+        phases = phase_times(config, place, shapes, cluster.hardware, lengths)
+        found = {name: sum(phase.seconds for phase in phases if phase.phase in of) for name, (_, of) in PHASES.items()}
+        if megatron and megatron["ep"] > 1:
+            group = Communicator(megatron["ep"], megatron["ep"] > cluster.gpus, cluster.hardware)
+            size = row["prompts"] * row["n"] * (row["prompt"] + row["response"]) / (cluster.nodes * cluster.gpus) * megatron["pp"]
+            # Each token is sent to its experts and back, in a pipeline stage's layers; the backward and recomputation do so again.
+            pass_ = group.ring(2 * size * shape.active * shape.hidden, 2 * shape.layers / megatron["pp"])
+            found["forward"] += pass_ * (1 + row.get("old", True) if row["ref"] else 1)
+            found["update"] += 3 * pass_
+        yield {"name": row["name"], "measured": row["measured"], "predicted": found | {"step": sum(found.values())}}
+
+
+def published_words(row: dict[str, Any], cluster: GpuCluster, longest: int) -> list[str]:
+    tokens, megatron = longest * row.get("rows", 1) // row.get("sp", 1), row.get("megatron")
+    keys = [ACTOR, "actor_rollout_ref.ref"]
+    words = [
+        "algorithm=grpo", "rollout=vllm", "data.train_files=[a.parquet]", "data.val_files=[a.parquet]",
+        f"data.train_batch_size={row['prompts']}", f"{ACTOR}.ppo_mini_batch_size={row['mini_batch']}",
+        f"actor_rollout_ref.rollout.n={row['n']}", f"data.max_prompt_length={longest - row['most']}",
+        f"data.max_response_length={row['most']}", f"trainer.nnodes={cluster.nodes}", f"trainer.n_gpus_per_node={cluster.gpus}",
+        f"actor_rollout_ref.rollout.tensor_model_parallel_size={row['engine_tp']}",
+        "actor_rollout_ref.rollout.gpu_memory_utilization=0.8", "actor_rollout_ref.rollout.enforce_eager=false",
+        f"{ACTOR}.use_kl_loss={str(row['ref']).lower()}", f"{ACTOR}.ppo_max_token_len_per_gpu={tokens}",
+        f"actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu={tokens}",
+        f"actor_rollout_ref.ref.log_prob_max_token_len_per_gpu={tokens}",
+    ]  # fmt: skip
+    for key in keys:
+        if megatron:
+            words += [f"{key}.strategy=megatron", f"{key}.megatron.tensor_model_parallel_size={megatron['tp']}"]
+            words += [f"{key}.megatron.context_parallel_size={megatron['cp']}"]
+            words += [f"{key}.megatron.pipeline_model_parallel_size={megatron['pp']}"]
+        elif "sp" in row:
+            words.append(f"{key}.fsdp_config.ulysses_sequence_parallel_size={row['sp']}")
+    return words
+
+
+def published_table(rows: Sequence[dict[str, Any]]) -> str:
+    columns = [*(name for name in PHASES if name != "sync"), "step"]
+    lines = ["| run | " + " | ".join(columns) + " |", "|" + "---|" * (1 + len(columns))]
+    for row in rows:
+        measured, predicted = row["measured"], row["predicted"]
+        pairs = ((measured.get(name), predicted[name]) for name in columns)
+        cells = [f"{m:.3g}, {p:.3g} ({p / m - 1:+.0%})" if m else "" for m, p in pairs]
+        lines.append(f"| {row['name']} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
 
 
 def layouts_table(rows: Sequence[dict[str, Any]]) -> str:

@@ -21,7 +21,11 @@ Parts = dict[str, float]
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Dimensions of a decoder, as in transformers' configs. tied: the language head shares the embedding's weights."""
+    """Dimensions of a decoder, as in transformers' configs. tied: the language head shares the embedding's weights.
+
+    intermediate: width of the dense MLP of a layer, or of its shared experts. experts: routed experts of a layer, each of width
+    ``expert_width``, of which a token passes ``active``. Times cover experts, memory only their parameters.
+    """
 
     hidden: int
     layers: int
@@ -31,6 +35,9 @@ class Shape:
     intermediate: int
     vocabulary: int
     tied: bool
+    experts: int = 0
+    active: int = 0
+    expert_width: int = 0
 
     @classmethod
     def of(cls, config: dict[str, Any]) -> Shape:
@@ -45,6 +52,9 @@ class Shape:
             intermediate=config["intermediate_size"],
             vocabulary=config["vocab_size"],
             tied=config["tie_word_embeddings"],
+            experts=config.get("num_experts", 0),
+            active=config.get("num_experts_per_tok", 0),
+            expert_width=config.get("moe_intermediate_size", 0),
         )
 
     @property
@@ -61,7 +71,8 @@ class Shape:
     def layer_parameters(self) -> int:
         """Parameters of one decoder layer: q, k, v with biases, o; gate, up, down; two norms."""
         attention = 2 * self.hidden * (self.queries + self.keys) + self.queries + 2 * self.keys
-        return attention + 3 * self.hidden * self.intermediate + 2 * self.hidden
+        mlps = 3 * self.hidden * (self.intermediate + self.experts * self.expert_width) + self.hidden * self.experts
+        return attention + mlps + 2 * self.hidden
 
     @property
     def root_parameters(self) -> int:

@@ -77,7 +77,10 @@ def pass_work(
     attention = shape.layers * (1 + (2.5 + recompute if backward else 0))
     heads = ((3 if frozen else 4) if backward else 1) if head else 0
     # Two norms, two residual sums and the cast of their input; rotary embedding, q, k and v; gate, up and their product.
-    elementwise = size * (16 * shape.hidden + 8 * (shape.queries + 2 * shape.keys) + 5 * shape.intermediate)
+    width = shape.intermediate + shape.active * shape.expert_width
+    elementwise = size * (16 * shape.hidden + 8 * (shape.queries + 2 * shape.keys) + 5 * width)
+    # Hidden states are copied to the experts of each token, and their outputs are added up: two reads and two writes.
+    elementwise += size * 4 * shape.active * shape.hidden
     logits = HEAD_BYTES * (2 if backward else 1) * head
     return Work(
         products=2.0 * tokens * (products * matrices(shape) + heads * shape.vocabulary * shape.hidden),
@@ -87,9 +90,15 @@ def pass_work(
     )
 
 
-def matrices(shape: Shape) -> int:
-    """Parameters of a layer's matrices, which are multiplied by each token."""
-    return 2 * shape.hidden * (shape.queries + shape.keys) + 3 * shape.hidden * shape.intermediate
+def matrices(shape: Shape, experts: float | None = None) -> float:
+    """Parameters of a layer's matrices, with as many of its routed experts: None, those of one token."""
+    width = shape.intermediate + (shape.active if experts is None else experts) * shape.expert_width
+    return 2 * shape.hidden * (shape.queries + shape.keys) + shape.hidden * (3 * width + shape.experts)
+
+
+def experts_of(shape: Shape, tokens: float) -> float:
+    """Experts of a layer that ``tokens`` tokens pass together, on average, if the router chooses evenly."""
+    return shape.experts * (1 - (1 - shape.active / shape.experts) ** tokens) if shape.experts else 0.0
 
 
 def optimizer(parameters: float, size: int, hardware: Hardware) -> float:
@@ -190,9 +199,10 @@ class Decoder:
         """Seconds of a decode step of ``running`` sequences with ``context`` tokens each on average."""
         shape, hardware, costs = self.shape, self.group.hardware, self.group.hardware.software
         rate, ranks = hardware.bandwidth * hardware.reading, self.group.ranks
-        weights = shape.layers * matrices(shape) + shape.vocabulary * shape.hidden
+        head = shape.vocabulary * shape.hidden
+        weights = shape.layers * matrices(shape) + head
         # Weights are read once for all sequences, keys and values by each.
-        reading = self.size * weights / rate
+        reading = self.size * (shape.layers * matrices(shape, experts_of(shape, running)) + head) / rate
         multiplying = 2 * weights * running / (hardware.peak(self.size) * hardware.products)
         cache = running * context * 2 * shape.keys * shape.layers * self.size / rate
         logits = HEAD_BYTES * shape.vocabulary * running / rate

@@ -48,3 +48,14 @@ def test_cpu_seconds_are_those_of_all_workers(tmp_path: Path) -> None:
     one, two = predict(words, work, hardware), predict([*words, *planning.TWO], work, hardware)
     assert one["cpu"] == pytest.approx(one["step"])
     assert two["step"] < one["step"] < two["cpu"] < 2 * two["step"] * 1.001
+
+
+def test_published_runs_have_a_source_and_a_prediction(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = json.loads((planning.ROOT / "scripts" / "bench" / "published.json").read_text())
+    assert all(row["source"] and row["date"] and row["measured"] for row in rows)
+    planning.main(["published", "--only", "prime-rl, Qwen3-4B, rows of 16,384", "DeepSeek"])
+    out = capsys.readouterr().out
+    # 4.69 s with a trainer of the same design (FSDP2, recomputation): the model is within 15 %.
+    seconds = float(out.split("| 4.69, ")[1].split(" ")[0])
+    assert abs(seconds / 4.69 - 1) < 0.15
+    assert "DeepSeek-V3, 256 x H100 |  |  |  | 154, " in out

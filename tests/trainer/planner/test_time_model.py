@@ -1,6 +1,7 @@
 """Time model: hand-computed sizes, and which way each of its terms goes."""
 
 from dataclasses import replace
+from itertools import combinations, product
 
 import pytest
 
@@ -12,6 +13,7 @@ from trainer.planner.time_model import (
     Decoder,
     ResponseLengths,
     bubble,
+    experts_of,
     fsdp,
     matrices,
     optimizer,
@@ -126,3 +128,25 @@ def test_responses_have_the_given_mean_and_maximum() -> None:
     assert ResponseLengths(100, 300, 300).responses(4) == (300,) * 4
     first = sum(drawn[:256])
     assert first == pytest.approx(sum(drawn) / 2, rel=0.05), "long and short ones alternate"
+
+
+def test_experts_multiply_by_those_of_a_token_and_are_read_by_those_of_all() -> None:
+    # Qwen3-30B-A3B: 30.5 billion parameters, 3.3 of them active.
+    shape = Shape.of({
+        "hidden_size": 2048, "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128,
+        "intermediate_size": 0, "vocab_size": 151936, "tie_word_embeddings": False, "num_experts": 128, "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+    })  # fmt: skip
+    assert shape.parameters == pytest.approx(30.5e9, rel=0.005)
+    assert shape.layers * matrices(shape) + 2 * shape.vocabulary * shape.hidden == pytest.approx(3.35e9, rel=0.01)
+    assert experts_of(shape, 1) == pytest.approx(8) and experts_of(shape, 1e4) == pytest.approx(128)
+    # Brute force over the choices of three tokens, of a smaller router.
+    small = replace(shape, experts=4, active=2)
+    pairs = [*combinations(range(4), 2)]
+    seen = [len({*a, *b, *c}) for a, b, c in product(pairs, repeat=3)]
+    assert experts_of(small, 3) == pytest.approx(sum(seen) / len(seen))
+    hardware = load_hardware("h200")
+    one, many = (Decoder(shape, Communicator(1, False, hardware), 512, 2).step(n, 100) for n in (1, 512))
+    dense = replace(shape, experts=0, active=0, intermediate=8 * 768)
+    assert one == pytest.approx(Decoder(dense, Communicator(1, False, hardware), 512, 2).step(1, 100), rel=0.01)
+    assert many > 2 * Decoder(dense, Communicator(1, False, hardware), 512, 2).step(512, 100)
