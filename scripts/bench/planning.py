@@ -37,7 +37,7 @@ from scripts.gpu.driver import Gpu
 from scripts.gpu.rows import BY_NAME
 from trainer.planner.hardware import GpuCluster, Hardware, load_hardware
 from trainer.planner.memory_model import Shape
-from trainer.planner.step_time import phase_times, schedule, step_seconds
+from trainer.planner.step_time import FORWARD, phase_times, schedule, step_seconds
 from trainer.planner.time_model import Communicator, ResponseLengths
 from trainer.run.run_dir import write_atomic
 
@@ -237,10 +237,8 @@ def published(only: Sequence[str] | None) -> Iterator[dict[str, Any]]:
     """Published and predicted seconds by phase: generation, forward, update, step."""
     rows = json.loads((ROOT / "scripts" / "bench" / "published.json").read_text())
     for row in (row for row in rows if chosen([row["name"]], only)):
-        cluster, shape = (
-            GpuCluster.of(row["cluster"]),
-            Shape.of(SHAPES.get(row["model"]) if isinstance(row["model"], str) else row["model"]),
-        )
+        cluster, model = GpuCluster.of(row["cluster"]), row["model"]
+        shape = Shape.of(SHAPES[model] if isinstance(model, str) else model)
         megatron, longest = row.get("megatron"), math.ceil(row["prompt"]) + row["most"]
         config = compose("ppo_trainer", PPOConfig, published_words(row, cluster, longest))
         lengths = ResponseLengths(row["prompt"], row["response"], row["most"])
@@ -249,12 +247,13 @@ def published(only: Sequence[str] | None) -> Iterator[dict[str, Any]]:
         phases = phase_times(config, place, shapes, cluster.hardware, lengths)
         found = {name: sum(phase.seconds for phase in phases if phase.phase in of) for name, (_, of) in PHASES.items()}
         if megatron and megatron["ep"] > 1:
+            # Each token is sent to its experts and back in every layer, in each forward, backward and recomputation.
             group = Communicator(megatron["ep"], megatron["ep"] > cluster.gpus, cluster.hardware)
-            size = row["prompts"] * row["n"] * (row["prompt"] + row["response"]) / (cluster.nodes * cluster.gpus) * megatron["pp"]
-            # Each token is sent to its experts and back, in a pipeline stage's layers; the backward and recomputation do so again.
-            pass_ = group.ring(2 * size * shape.active * shape.hidden, 2 * shape.layers / megatron["pp"])
-            found["forward"] += pass_ * (1 + row.get("old", True) if row["ref"] else 1)
-            found["update"] += 3 * pass_
+            tokens = row["prompts"] * row["n"] * (row["prompt"] + row["response"])
+            mine = tokens * megatron["pp"] / (cluster.nodes * cluster.gpus)
+            exchange = group.ring(2 * mine * shape.active * shape.hidden, 2 * shape.layers / megatron["pp"])
+            found["forward"] += exchange * sum(phase.stage == FORWARD for phase in phases)
+            found["update"] += 3 * exchange
         yield {"name": row["name"], "measured": row["measured"], "predicted": found | {"step": sum(found.values())}}
 
 
