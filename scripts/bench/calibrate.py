@@ -195,7 +195,8 @@ def decoding(device: str, engine: str, hardware: Hardware) -> dict[str, float]:
         return {"decode": max(0.0, float(step)), "decode_row": max(0.0, float(row))}
     # Each layer is launched, and what a sequence adds beyond products is its cache and its logits.
     free = with_rates(hardware, {"decode_layer": 0.0, "decode_row": 0.0, "reading": math.inf})
-    decoder, context = Decoder(shape, Communicator(1, False, free), slots, size), settings.prompt_tokens + settings.max_tokens / 8
+    decoder = Decoder(shape, Communicator(1, False, free), slots, size, call_steps=0)
+    context = settings.prompt_tokens + settings.max_tokens / 8
     row, step = np.polyfit(counts, np.subtract(seconds, [decoder.step(count, context) for count in counts]), 1)
     traffic = context * 2 * shape.keys * shape.layers * size + HEAD_BYTES * shape.vocabulary
     reading = traffic / (max(1e-9, float(row)) * hardware.bandwidth)

@@ -20,10 +20,11 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from itertools import combinations
+from itertools import combinations, product
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import transformers
 
 from configs.compose import compose
@@ -49,6 +50,8 @@ PHASES = {  # column: phases of the timeline, phases of the planner
     "update": (("update_actor", "update_critic"), ("actor: update", "critic: update")),
     "sync": (("sync",), ("sync",)),
 }
+FITTED = {"batch": "batches", "update": "update", "turn": "calls"}
+"""Costs of hardware.SoftwareCosts that are fitted to the rows of a back-test, and the parts that they are proportional to."""
 SMALL = Workload(prompts=16, n=8, prompt_length=17, response_length=60, steps=3)
 LARGE = Workload(
     prompts=8, n=4, prompt_length=32, response_length=32, hidden_size=768, num_hidden_layers=12, intermediate_size=2048,
@@ -92,6 +95,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--hardware", default="cpu", help="of layouts (default: %(default)s)")
     parser.add_argument("--records", type=Path, default=Path("layouts.jsonl"), help="measured layouts are not run again")
     parser.add_argument("--only", nargs="+", default=None, help="rows or layouts whose name contains one of these")
+    parser.add_argument("--fit", action="store_true", help="also fit the host's costs again, with all rows and without each kind")
     parser.add_argument("--docs", type=Path, default=None, help="page whose part between the two marks is replaced (backtest)")
     args = parser.parse_args(argv)
     if args.what == "layouts":
@@ -101,8 +105,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.what == "published":
         print(published_table([*published(args.only)]))
         return
-    text = backtest_table([*backtest(args.only)])
+    rows = [*backtest(args.only)]
+    text = backtest_table(rows)
     print(text)
+    if args.fit:
+        print(fit_table(rows, load_hardware("h200")), file=sys.stderr)
     if args.docs is not None:
         before, _, rest = args.docs.read_text().partition(BEGIN)
         _, _, after = rest.partition(END)
@@ -155,7 +162,7 @@ def compared(measured: dict[str, float], forecast: dict[str, Any]) -> dict[str, 
     first = "forward" if found["forward"][0] else "update"
     found[first] = (found[first][0] - slept, found[first][1])
     found["sync"] = (found["sync"][0] + slept, found["sync"][1])
-    return {"columns": found | {"step": (measured["step"], forecast["step"])}}
+    return {"columns": found | {"step": (measured["step"], forecast["step"])}, "times": forecast["times"]}
 
 
 def backtest_table(rows: Sequence[dict[str, Any]]) -> str:
@@ -185,6 +192,40 @@ def backtest_table(rows: Sequence[dict[str, Any]]) -> str:
         f"(Kendall tau {tau:.2f}).",
     ]
     return "\n".join(lines)
+
+
+def fit_table(rows: Sequence[dict[str, Any]], hardware: Hardware) -> str:
+    """The fitted costs and the median error of a step, and both for each kind of row if its rows are left out of the fit.
+
+    Fitted is the mean relative error of generation, forward, update and step, on a grid. Rows are of a kind if their names begin
+    with the same word.
+    """
+    now = {cost: getattr(hardware.software, cost) for cost in FITTED}
+    axes = np.arange(0, 0.041, 0.004), np.arange(0, 0.161, 0.02), np.arange(0, 0.061, 0.005)
+    grid = [dict(zip(FITTED, values, strict=True)) for values in product(*axes)]
+
+    def errors(row: dict[str, Any], costs: dict[str, float]) -> dict[str, float]:
+        found, more = {}, 0.0
+        for name, (measured, predicted) in row["columns"].items():
+            times = row["times"] if name == "step" else {key: row["times"].get(key, {}) for key in PHASES[name][1]}
+            more = sum(parts.get(FITTED[c], 0.0) * (costs[c] / now[c] - 1) for parts in times.values() for c in FITTED)
+            if measured > 0.01:
+                found[name] = (predicted + more) / measured - 1
+        return found
+
+    def best(kept: Sequence[dict[str, Any]]) -> dict[str, float]:
+        return min(grid, key=lambda costs: sum(abs(error) for row in kept for error in errors(row, costs).values()))
+
+    def words(costs: dict[str, float]) -> str:
+        return ", ".join(f"{cost} {1e3 * seconds:.0f} ms" for cost, seconds in costs.items())
+
+    lines, left = [f"all rows: {words(best(rows))}"], []
+    for kind in sorted({row["row"].partition("-")[0] for row in rows}):
+        costs = best([row for row in rows if row["row"].partition("-")[0] != kind])
+        of_kind = [errors(row, costs)["step"] for row in rows if row["row"].partition("-")[0] == kind]
+        left += of_kind
+        lines.append(f"without {kind}: {words(costs)}; its steps: {', '.join(f'{error:+.0%}' for error in of_kind)}")
+    return "\n".join([*lines, f"median error of the rows left out: {statistics.median(map(abs, left)):.0%}"])
 
 
 def order(pairs: Sequence[tuple[float, float]]) -> tuple[tuple[int, int], float]:

@@ -8,6 +8,7 @@ work is proportional to the responses, not to replicas times ticks.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -142,7 +143,9 @@ def generate(engines: EnginePlan, prompt: float, lengths: Sequence[int], trace: 
             started = len(slots.fill(replica, last))
             running, began = running + started - 1, began + started * last - (last - lengths[row])
         # Engines without requests return before the end of the tick.
-        seconds += ((until if running else last) - now) * decoder.step(most, context)
+        steps = (until if running else last) - now
+        calls = math.ceil(steps / STEPS) if decoder.call_steps else 0
+        seconds += steps * decoder.step(most, context) + calls * decoder.group.hardware.software.turn
         now = until
         # Replicas in which nothing ended report too where prompts wait: their next call can begin with these.
         reporting = called if scheduler.waiting else ended

@@ -22,6 +22,7 @@ from trainer.planner.memory_estimate import BYTES, WORK, Role, memory_roles
 from trainer.planner.memory_model import Shape
 from trainer.planner.time_model import Communicator, Decoder, Parts, ResponseLengths, pairs_of, pass_work
 from trainer.ppo.loop import has_old_log_probs
+from trainer.rollout.remote_rollout import STEPS
 
 ACTOR = "actor_rollout_ref.actor"
 GENERATE, FORWARD, UPDATE, SYNC = range(4)
@@ -150,7 +151,9 @@ def engines(config: PPOConfig, place: Placement, shape: Shape, hardware: Hardwar
     sampled = (config.algorithm.filter_groups.enable and config.data.gen_batch_size) or config.data.train_batch_size
     group = Communicator(ranks, ranks > pool.n_gpus_per_node, hardware)
     eager = rollout.enforce_eager or hardware.device == "cpu"
-    decoder = Decoder(shape, group, slots(config, shape, hardware, lengths), BYTES[rollout.dtype], eager)
+    # SGLang generates between the calls too.
+    steps = STEPS if rollout.name != "sglang" else 0
+    decoder = Decoder(shape, group, slots(config, shape, hardware, lengths), BYTES[rollout.dtype], steps, eager)
     return EnginePlan(decoder, max(1, world_size(pool) // ranks), sampled, rollout.n, rollout.max_num_seqs, rollout.balance)
 
 
@@ -192,8 +195,8 @@ def sync(config: PPOConfig, place: Placement, actor: Role, hardware: Hardware) -
         # Each replica receives all weights once; replicas receive at the same time.
         crosses = place.pools[0].nnodes > 1 or here.first_node != there.first_node
         parts["collectives"] += size / (hardware.network if crosses else hardware.link)
-    elif rollout.name != "embedded" and rollout.free_cache_engine and hardware.device == "cuda":
-        parts["sleep"] = costs.sleep
+    elif rollout.name == "vllm" and rollout.free_cache_engine and hardware.device == "cuda":
+        parts["sleep"] = costs.sleep  # most of it is Python's garbage collection; SGLang takes 0.04 s
     return PhaseTime(here.name, "sync", SYNC, parts | {"controller": costs.phase})
 
 
@@ -294,10 +297,8 @@ class PassCost:
     ) -> Parts:
         pool, shape, hardware = self.role.pool, self.role.shape, self.hardware
         sp, setting, backward = context_parallel_size(self.role.config), self.role.setting, passes > 1
-        parts = {part: seconds / sp for part, seconds in work.seconds(hardware, size).items()}
-        if hardware.device == "cuda":  # launches are not divided by the ranks that share a row
-            device = sum(seconds for part, seconds in parts.items() if part != "launches")
-            parts["launches"] = max(0.0, work.launches * hardware.software.layer - device)
+        parts = {part: seconds / sp for part, seconds in work.kernels(hardware, size).items()}
+        parts |= work.host(hardware, sum(parts.values()))
         shards = Communicator(setting.gpus, setting.gpus > pool.n_gpus_per_node, hardware)
         copies = Communicator(world_size(pool) // setting.gpus, pool.nnodes > 1, hardware)
         parts["copies"] = time_model.fsdp_copies(
@@ -313,6 +314,7 @@ class PassCost:
         if backward:
             trained = shape.parameters if setting.trained else self.role.adapter / 16
             found["optimizer"] = time_model.optimizer(trained / setting.gpus, setting.kept, hardware)
+            found["update"] = hardware.software.update
         return parts | found
 
     def _megatron(
@@ -320,10 +322,8 @@ class PassCost:
     ) -> Parts:
         pool, shape, hardware = self.role.pool, self.role.shape, self.hardware
         tp, pp, cp = cut.tensor_model_parallel_size, cut.pipeline_model_parallel_size, cut.context_parallel_size
-        parts = {part: seconds / (tp * pp * cp) for part, seconds in work.seconds(hardware, size).items()}
-        if hardware.device == "cuda":
-            device = sum(seconds for part, seconds in parts.items() if part != "launches")
-            parts["launches"] = max(0.0, work.launches / pp * hardware.software.layer - device)
+        parts = {part: seconds / (tp * pp * cp) for part, seconds in work.kernels(hardware, size).items()}
+        parts |= work.host(hardware, sum(parts.values()), 1 / pp)
         group = Communicator(tp, tp > pool.n_gpus_per_node, hardware)
         parts["collectives"] = (
             time_model.tensor_parallel(shape, group, tokens / cp, size, micro_batches=micro_batches, passes=passes) / pp
@@ -339,4 +339,5 @@ class PassCost:
             parts["collectives"] += copies.ring(time_model.FLOAT32 * mine) + copies.ring(size * mine)
             state = mine / (replicas if cut.use_distributed_optimizer else 1)
             parts["optimizer"] = time_model.optimizer(state, time_model.FLOAT32, hardware)
+            parts["update"] = hardware.software.update
         return parts

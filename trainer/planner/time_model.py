@@ -34,25 +34,39 @@ ADAMW_NUMBERS = 7
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Work of a pass on one GPU. products, attention: FLOPs. bytes: of elementwise kernels. launches: layers launched."""
+    """Work of a pass on one GPU. products, attention: FLOPs. bytes: of elementwise kernels.
+
+    launches: layers launched. batches: micro-batches, once for each time that the layers are passed.
+    """
 
     products: float
     attention: float
     bytes: float
     launches: float
+    batches: float
 
     def seconds(self, hardware: Hardware, size: int) -> Parts:
         """Seconds by part. size: bytes of a number in the products."""
+        device = self.kernels(hardware, size)
+        return device | self.host(hardware, sum(device.values()))
+
+    def kernels(self, hardware: Hardware, size: int) -> Parts:
         peak = hardware.peak(size)
-        device = {
+        return {
             "products": self.products / (peak * hardware.products),
             "attention": self.attention / (peak * hardware.attention),
             "elementwise": self.bytes / (hardware.bandwidth * hardware.streaming),
         }
-        host = self.launches * hardware.software.layer
-        if hardware.device == "cuda":
-            host = max(0.0, host - sum(device.values()))
-        return device | {"launches": host}
+
+    def host(self, hardware: Hardware, kernels: float, share: float = 1.0) -> Parts:
+        """Seconds in which the GPU waits for Python. kernels: seconds of the GPU's own work; share: of the layers launched here.
+
+        Launches of layers run ahead of the kernels. What surrounds the layers of a micro-batch does not: its tensors, embedding,
+        head, loss and results.
+        """
+        layers = share * self.launches * hardware.software.layer
+        hidden = kernels if hardware.device == "cuda" else 0.0
+        return {"launches": max(0.0, layers - hidden), "batches": self.batches * hardware.software.batch}
 
 
 def pass_work(
@@ -72,7 +86,8 @@ def pass_work(
     pairs: query-key pairs of causal attention, the sum of length^2 / 2 over rows. head: with the language head, whose logits are
     computed again in the backward (workers/engine/logprob.py). frozen: no gradients of weights, as under LoRA.
     """
-    layers = shape.layers * (1 + (2 + recompute if backward else 0))
+    passes = 1 + (2 + recompute if backward else 0)
+    layers = shape.layers * passes
     products = layers - shape.layers * (backward and frozen)
     attention = shape.layers * (1 + (2.5 + recompute if backward else 0))
     heads = ((3 if frozen else 4) if backward else 1) if head else 0
@@ -87,6 +102,7 @@ def pass_work(
         attention=4.0 * pairs * attention * shape.queries,
         bytes=tokens * (layers * elementwise + logits * shape.vocabulary),
         launches=float(micro_batches * layers),
+        batches=float(micro_batches * passes),
     )
 
 
@@ -187,12 +203,17 @@ def bubble(stages: int, chunks: int, micro_batches: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Decoder:
-    """A rollout engine on ``group``'s GPUs (tensor parallel). slots: sequences at once. eager: without CUDA graphs."""
+    """A rollout engine on ``group``'s GPUs (tensor parallel).
+
+    slots: sequences at once. call_steps: decode steps of a call, between which it waits; 0: it does not wait. eager: without CUDA
+    graphs.
+    """
 
     shape: Shape
     group: Communicator
     slots: int
     size: int
+    call_steps: int
     eager: bool = False
 
     def step(self, running: float, context: float) -> float:
@@ -233,7 +254,8 @@ class Decoder:
                 heappop(running)
                 began -= began / (len(running) + 1)
             now = until
-        return {"decode": decoding, "prefill": self.prefill(prompts * prompt, prompt)}
+        calls = math.ceil(now / self.call_steps) * self.group.hardware.software.turn if self.call_steps else 0.0
+        return {"decode": decoding, "calls": calls, "prefill": self.prefill(prompts * prompt, prompt)}
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from scripts.bench import planning
-from scripts.bench.planning import backtest_table, compared, order, predict
+from scripts.bench.planning import backtest_table, compared, fit_table, order, predict
 from scripts.bench.step import arguments, make_task
 from trainer.planner.hardware import load_hardware
 
@@ -59,3 +59,24 @@ def test_published_runs_have_a_source_and_a_prediction(capsys: pytest.CaptureFix
     seconds = float(out.split("| 4.69, ")[1].split(" ")[0])
     assert abs(seconds / 4.69 - 1) < 0.15
     assert "DeepSeek-V3, 256 x H100 |  |  |  | 154, " in out
+
+
+def test_fit_finds_the_costs_that_rows_were_made_with() -> None:
+    rows = []
+    for i, (batch, update, calls) in enumerate(((4, 1, 8), (20, 4, 32), (12, 2, 16), (40, 8, 8))):
+        # Predicted with 16, 100 and 40 ms, measured with 32, 60 and 20.
+        times = {
+            "answers": {"decode": 3.0, "calls": 0.04 * calls}, "ref: log-probs": {"products": 1.0},
+            "actor: update": {"products": 2.0, "batches": 0.016 * batch, "update": 0.1 * update},
+        }  # fmt: skip
+        generation, update_ = 3.0 + 0.02 * calls, 2.0 + 0.032 * batch + 0.06 * update
+        predicted = [sum(parts.values()) for parts in times.values()]
+        columns = {
+            "generation": (generation, predicted[0]), "forward": (1.0, 1.0), "update": (update_, predicted[2]),
+            "step": (generation + 1.0 + update_, sum(predicted)),
+        }  # fmt: skip
+        rows.append({"row": f"kind{i}-a", "columns": columns, "times": times})
+    text = fit_table(rows, load_hardware("h200"))
+    assert text.splitlines()[0] == "all rows: batch 32 ms, update 60 ms, turn 20 ms"
+    assert "without kind1: batch 32 ms, update 60 ms, turn 20 ms; its steps: " in text
+    assert text.splitlines()[-1] == "median error of the rows left out: 0%"

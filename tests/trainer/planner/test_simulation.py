@@ -32,9 +32,9 @@ class SimpleDecoder(Decoder):
         return 0.0
 
 
-def engines(replicas: int, slots: int, balance: str = "tokens") -> EnginePlan:
+def engines(replicas: int, slots: int, call_steps: int = 0) -> EnginePlan:
     group = Communicator(1, False, load_hardware("h100"))
-    return EnginePlan(SimpleDecoder(Shape.of(SHAPES["tiny"]), group, slots, 2), replicas, 4, 2, slots, balance)  # type: ignore[arg-type]
+    return EnginePlan(SimpleDecoder(Shape.of(SHAPES["tiny"]), group, slots, 2, call_steps), replicas, 4, 2, slots, "tokens")
 
 
 @pytest.mark.parametrize(("replicas", "slots"), [(1, 4), (2, 4), (3, 2), (4, 16)])
@@ -61,6 +61,11 @@ def test_generation_waits_for_slots_and_ends_with_the_longest_response() -> None
     assert generate(engines(2, 2), 8, [10] * 8, trace) == 20.0
     assert trace[0] == (0.0, 4)
     assert generate(engines(1, 100), 8, [5, 70, 5, 5, 5, 5, 5, 5], []) == 70.0
+
+
+def test_engine_waits_between_its_calls() -> None:
+    turn = load_hardware("h100").software.turn
+    assert generate(engines(2, 16, 32), 8, [70] * 4, []) == pytest.approx(70 + 3 * turn)
 
 
 def test_replica_with_the_most_sequences_sets_the_time_of_a_tick() -> None:
