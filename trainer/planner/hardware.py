@@ -19,10 +19,10 @@ class SoftwareCosts:
     """Costs of Tandem and its engines on a machine, measured, in seconds.
 
     layer: Python and kernel launches of one decoder layer's forward in training. batch: what surrounds the layers of a
-    micro-batch, each time that they are passed. update: an optimizer step besides AdamW's kernels. turn: a call of a rollout engine. decode,
-    decode_row: host work of a decode step, and of each of its sequences. decode_layer: launches of a layer in a decode step
-    without CUDA graphs. phase: one call of all workers. token: the controller's work per token of the batch. sleep: putting an
-    engine to sleep. sync: bytes per second of a weight sync.
+    micro-batch, each time that they are passed. update: an optimizer step besides AdamW's kernels. turn: a call of a rollout
+    engine. decode, decode_row: host work of a decode step, and of each of its sequences. decode_layer: launches of a layer in a
+    decode step without CUDA graphs. phase: one call of all workers. token: the controller's work per token of the batch. sleep:
+    putting an engine to sleep. sync: bytes per second of a weight sync.
     """
 
     layer: float
