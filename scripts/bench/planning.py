@@ -20,6 +20,7 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from itertools import combinations, product
 from pathlib import Path
 from typing import Any
@@ -200,7 +201,7 @@ def fit_table(rows: Sequence[dict[str, Any]], hardware: Hardware) -> str:
     Fitted is the mean relative error of generation, forward, update and step, on a grid. Rows are of a kind if their names begin
     with the same word.
     """
-    now = {cost: getattr(hardware.software, cost) for cost in FITTED}
+    now = asdict(hardware.software)
     axes = np.arange(0, 0.041, 0.004), np.arange(0, 0.161, 0.02), np.arange(0, 0.061, 0.005)
     grid = [dict(zip(FITTED, values, strict=True)) for values in product(*axes)]
 

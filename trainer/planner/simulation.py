@@ -144,8 +144,8 @@ def generate(engines: EnginePlan, prompt: float, lengths: Sequence[int], trace: 
             running, began = running + started - 1, began + started * last - (last - lengths[row])
         # Engines without requests return before the end of the tick.
         steps = (until if running else last) - now
-        calls = math.ceil(steps / STEPS) if decoder.call_steps else 0
-        seconds += steps * decoder.step(most, context) + calls * decoder.group.hardware.software.turn
+        turns = math.ceil(steps / STEPS) if decoder.call_steps else 0
+        seconds += steps * decoder.step(most, context) + turns * decoder.group.hardware.software.turn
         now = until
         # Replicas in which nothing ended report too where prompts wait: their next call can begin with these.
         reporting = called if scheduler.waiting else ended

@@ -5,11 +5,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from trainer.agents.sessions.agent_session import JournalDiffers, SessionRefused
 
 from tests.trainer.agents.families import QWEN25
 from tests.trainer.agents.sessions.scripted import call, converse, facts, script, setup, task
 from trainer.agents.sessions.agent_loop import AgentLoops
-from trainer.agents.sessions.agent_session import JournalDiffers, SessionRefused
 from trainer.agents.sessions.protocol import Finished, Journal
 
 # In the form of verl's ToolAgentLoop: turns, observations, a mask.

@@ -9,13 +9,13 @@ from random import Random
 from typing import Any
 
 import numpy as np
+from trainer.agents.sessions.agent_kit import AgentSetup
+from trainer.agents.sessions.agent_session import AgentSession
 
 from configs.schema.agents import AgentConfig, MultiTurnConfig
 from tests.trainer.agents.families import QWEN25, Family
 from trainer.agents.isolation import SessionLoop
-from trainer.agents.sessions.agent_kit import AgentSetup
 from trainer.agents.sessions.agent_loop import AgentLoops
-from trainer.agents.sessions.agent_session import AgentSession
 from trainer.agents.sessions.protocol import Finished, Journal, SampledTurn, Settled, Task, Wanted
 
 TOOLS = '''

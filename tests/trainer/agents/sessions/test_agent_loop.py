@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from trainer.agents.sessions.agent_session import SessionRefused
 
 from configs.validation.agents import LOOPS as NAMES
 from tests.trainer.agents.families import QWEN3, QWEN25
@@ -24,7 +25,6 @@ from tests.trainer.agents.sessions.scripted import (
     task,
 )  # fmt: skip
 from trainer.agents.sessions.agent_loop import LOOPS, AgentLoops
-from trainer.agents.sessions.agent_session import SessionRefused
 from trainer.agents.sessions.protocol import Finished, Journal, SampledTurn, Wanted
 from trainer.data.encoding import parsed
 

@@ -11,6 +11,7 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
+from trainer.agents.sessions.agent_kit import AgentSetup
 
 from tests.trainer.agents.sessions.scripted import (
     Model,
@@ -23,7 +24,6 @@ from tests.trainer.agents.sessions.scripted import (
     task,
 )  # fmt: skip
 from trainer.agents.sessions import pool as pool_module
-from trainer.agents.sessions.agent_kit import AgentSetup
 from trainer.agents.sessions.agent_loop import AgentLoops
 from trainer.agents.sessions.pool import AgentPool
 from trainer.agents.sessions.protocol import Finished, Journal, Settled, Wanted
