@@ -43,11 +43,15 @@ TUNED = ("max_token_len_per_gpu", "gpu_memory_utilization", "_offload")
 
 
 def best_pairs(
-    first: Sequence[T], second: Sequence[U], cost: Callable[[T, U], float], fits: Callable[[T, U], bool]
+    first: Sequence[T],
+    second: Sequence[U],
+    cost: Callable[[T, U], float],
+    fits: Callable[[T, U], bool],
+    possible: Callable[[T], bool] = lambda _: True,
 ) -> Iterator[tuple[float, T, U]]:
     """Yield the pairs that fit, in the order of their costs.
 
-    Both sequences are sorted so that ``cost`` does not decrease along either of them.
+    ``cost`` does not decrease along ``second``. possible: whether one of ``first`` fits any of ``second``.
     """
     if not second:
         return
@@ -55,6 +59,8 @@ def best_pairs(
     heapify(queue)
     while queue:
         seconds, i, j = heappop(queue)
+        if j == 0 and not possible(first[i]):
+            continue
         if j + 1 < len(second):
             heappush(queue, (cost(first[i], second[j + 1]), i, j + 1))
         if fits(first[i], second[j]):
@@ -102,7 +108,10 @@ class RankedPlan:
 
     @property
     def fits(self) -> bool:
-        return all((use.bytes or 0.0) <= MARGIN * self.cluster.hardware.memory for use in self.uses)
+        return self.fits_within(self.uses)
+
+    def fits_within(self, uses: Sequence[Use]) -> bool:
+        return all((use.bytes or 0.0) <= MARGIN * self.cluster.hardware.memory for use in uses)
 
     def having(self, overrides: Overrides) -> RankedPlan:
         """The plan with other settings, without the checks of a command line: see ``accepted``."""
@@ -202,7 +211,10 @@ def candidates(base: RankedPlan) -> Iterator[tuple[float, RankedPlan]]:
     def fits(trainer: RankedPlan, rollout: RankedPlan) -> bool:
         return joined(trainer, rollout).fits
 
-    for seconds, trainer, rollout in best_pairs(trainers, rollouts, cost, fits):
+    def possible(trainer: RankedPlan) -> bool:
+        return trainer.fits_within([use for use in trainer.uses if use.phase != "answers"])
+
+    for seconds, trainer, rollout in best_pairs(trainers, rollouts, cost, fits, possible):
         yield seconds, joined(trainer, rollout)
 
 

@@ -2,11 +2,12 @@
 
 import math
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer.planner.failures import FailureCosts, intervals
+from trainer.planner.failures import FAILURES, FailureCosts, intervals
 
 HOUR = 3600.0
 
@@ -40,3 +41,15 @@ def test_interval_of_daly_has_the_largest_expected_goodput() -> None:
 def test_without_costs_only_the_steps_after_a_checkpoint_are_lost() -> None:
     costs = FailureCosts(10 * HOUR, save=0.0, restart=0.0)
     assert costs.goodput([1.0], 1) == pytest.approx(1.0, abs=1e-4)
+
+
+def test_a_run_continues_at_its_checkpoint_and_not_at_the_first_step() -> None:
+    # Steps of 1 and 1,000 s, in turn: after a failure the long one is still to be done.
+    costs, steps = FailureCosts(500.0, save=2.0, restart=10.0), [1.0, 1000.0]
+    at, useful, wall = 0, 0.0, 0.0
+    for life in np.random.default_rng(0).exponential(500.0, FAILURES).tolist():
+        wall, left = wall + life, life - 10.0
+        while left >= steps[at % 2] + 2.0:
+            left -= steps[at % 2] + 2.0
+            useful, at = useful + steps[at % 2], at + 1
+    assert costs.goodput(steps, 1) == pytest.approx(useful / wall)

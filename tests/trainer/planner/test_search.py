@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import islice
 
 import pytest
 from hypothesis import given, settings
@@ -57,7 +58,12 @@ def test_pairs_are_those_of_brute_force_in_their_order(
         return (row[0], column[0]) not in forbidden
 
     first, second = [*enumerate(rows)], sorted(enumerate(columns), key=lambda column: column[1])
-    found = [*best_pairs(first, second, cost, fits)]
+
+    def possible(row: tuple[int, float]) -> bool:
+        return any(fits(row, column) for column in second)
+
+    found = [*best_pairs(first, second, cost, fits, possible)]
+    assert found == [*best_pairs(first, second, cost, fits)]
     every = [(cost(row, column), row, column) for row in first for column in second if fits(row, column)]
     assert [pair[0] for pair in found] == sorted(pair[0] for pair in every)
     assert sorted(found) == sorted(every)
@@ -108,6 +114,9 @@ def test_pruned_search_equals_brute_force_over_all_plans(drawn: tuple[RankedPlan
         if (joined := base.having(trainer | rollout)).fits
     )
     assert first(one, 20) == pytest.approx(every[:20])
+    for base in search.bases(one):
+        for seconds, _ in islice(candidates(base), 1):
+            assert search.bound(base) <= (1 + 1e-9) * seconds
 
 
 def test_pruned_search_checks_few_plans(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -168,3 +168,14 @@ def test_rows_that_ended_continue_on_their_replica_while_it_has_room(balance: Ba
     scheduler.admit([1], 110)
     scheduler.lose(1)
     assert scheduler.calls() == {0: [1]}
+
+
+def test_a_row_that_continues_counts_when_the_next_group_is_placed() -> None:
+    scheduler = RolloutScheduler(n_replicas=2, slots=8, max_tokens=100, balance="tokens")
+    scheduler.admit([0], 5)
+    assert scheduler.calls() == {0: [0]}
+    scheduler.record({0: Ended([0], [80])})
+    scheduler.admit([0], 5)
+    scheduler.admit([1], 5)
+    # Row 0 returns to its replica, which has more to do than the other one then.
+    assert scheduler.calls() == {0: [0], 1: [1]}
