@@ -7,12 +7,14 @@
 Sampler, policies, buffer, scheduler and flow are the trainer's; prompts, response lengths and rewards are those of
 rollout_flow.py: a response ends at its length, whatever the model (random weights) samples. One engine, in this process. First
 its decode steps of several numbers of sequences, its prefill c and the cost d of entering are measured, with the contexts of
-responses that fill the slots, then synchronous steps, then partial ones. Seconds are those of the engine's calls and of weight
-syncs: wall seconds on CUDA, CPU seconds on the CPU, which may be shared.
+responses that fill the slots, then synchronous steps, then partial ones. A shared machine is now slower, now faster: each mode is
+simulated with the decode steps that the engine took in that mode. Seconds are those of the engine's calls and of weight syncs:
+wall seconds on CUDA, CPU seconds on the CPU.
 
-a, b, c, d: see rollout_flow.py. ratio: steps per second of partial rollouts over synchronous ones, measured and simulated.
-per_token: the same of tokens per second, which depends less on the lengths in a few steps. wall_seconds: with the controller,
-whose work a trainer overlaps with generation.
+a, b, c, d: see rollout_flow.py. decode: seconds of decode steps by number of sequences, before the modes and in each of them.
+ratio: steps per second of partial rollouts over synchronous ones, measured and simulated. per_token: the same of tokens per
+second, which depends less on the lengths in a few steps. wall_seconds: with the controller, whose work a trainer overlaps with
+generation.
 """
 
 import argparse
@@ -21,7 +23,8 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -47,6 +50,10 @@ from workers.roles.worker import Worker
 from workers.rollout.base import Completion, Request, RolloutSpec, Sampling
 
 DECODE_STEPS, ENTERING = 64, 16  # measured for each number of sequences
+SETTLED = 3  # steps after which a request that could enter has done so, also where the engine schedules ahead
+FEWEST = 16  # steps of a number of sequences in a mode, for a median
+Points = tuple[tuple[int, float], ...]
+"""(Running sequences, seconds of a decode step), ascending."""
 
 
 class MeasuredEngine(SimulatedEngine):
@@ -83,6 +90,8 @@ class MeasuredEngine(SimulatedEngine):
         self._weights, self._vocabulary = dict(model.named_parameters()), model.config.vocab_size
         self._clock: Callable[[], float] = time.perf_counter if device == "cuda" else time.process_time
         self._sync_seconds = 0.0
+        self._since = 0  # steps since a request may have entered
+        self._decoding = defaultdict[int, list[float]](list)  # seconds of the steps that only decoded, by running sequences
 
     def close(self) -> None:
         self._opened.close()
@@ -99,12 +108,19 @@ class MeasuredEngine(SimulatedEngine):
             rows = map(Tensor.tolist, prompts.split_rows("input_ids"))
             new = zip(self._requests(prompts), rows, prompts.rows["seed"].tolist(), strict=True)
             self.rollout.submit([forced(request, ids, seed) for request, ids, seed in new])
+            self._since = 0
         ended: list[Completion] = []
         sequence_seconds = 0.0
         while steps and self.rollout.unfinished:
-            before, running = self._clock(), min(self.rollout.unfinished, self._settings.slots)
-            ended += self.rollout.step()
-            sequence_seconds += (self._clock() - before) * running
+            before, unfinished = self._clock(), self.rollout.unfinished
+            running = min(unfinished, self._settings.slots)
+            new_ended = self.rollout.step()
+            spent = self._clock() - before
+            sequence_seconds += spent * running
+            if self._since >= SETTLED:
+                self._decoding[running].append(spent)
+            self._since = 0 if new_ended and unfinished > running else self._since + 1
+            ended += new_ended
             steps -= 1
         seconds, self._sync_seconds = self._clock() - start + self._sync_seconds, 0.0
         return answers(ended).with_meta({"seconds": seconds, "sequence_seconds": sequence_seconds})
@@ -113,6 +129,16 @@ class MeasuredEngine(SimulatedEngine):
         start = self._clock()
         interrupted = suspended(self.rollout.abort())
         return interrupted.with_meta({"seconds": self._clock() - start, "sequence_seconds": 0.0})
+
+    def decode_steps(self, before: Points) -> Points:
+        """Median seconds of the decode steps since the last call. before: those of ``costs``, scaled where too few were taken."""
+        taken, self._decoding = self._decoding, defaultdict(list)
+        nearby = {n: [s for n2, all_of in taken.items() if 0.9 * n <= n2 <= 1.1 * n for s in all_of] for n, _ in before}
+        known = {n: median(seconds) for n, seconds in nearby.items() if len(seconds) >= FEWEST}
+        if not known:
+            return before
+        slower = median(known[n] / seconds for n, seconds in before if n in known)
+        return tuple((n, known.get(n, slower * seconds)) for n, seconds in before)
 
     def costs(self) -> dict[str, Any]:
         """Measured a, b, c, d and decode of Settings; a and b by least squares over a few numbers of sequences. Steps of few
@@ -176,13 +202,20 @@ def limited(tokens: int) -> Sampling:
     return Sampling(1.0, -1, 1.0, tokens, stop_token_ids=(), ignore_eos=True)
 
 
-def measure(run: Simulation, settings: Settings) -> dict[str, dict[str, float]]:
-    """Figures of synchronous steps, then of partial ones, with one engine: building another takes longer than several steps."""
-    found = {"synchronous": figures(run, settings.steps)}
+def modes(
+    run: Simulation, settings: Settings, begin: Callable[[], object] = lambda: None
+) -> Iterator[tuple[str, dict[str, float]]]:
+    """Figures of synchronous steps, then of partial ones, with one engine: building another takes longer than several steps.
+
+    begin: called before the steps of which figures are taken.
+    """
+    begin()
+    yield "synchronous", figures(run, settings.steps)
     run.sampler.policy = run.policies["partial"]
     for _ in range(settings.warm_up):
         run.step()
-    return found | {"partial": figures(run, settings.steps)}
+    begin()
+    yield "partial", figures(run, settings.steps)
 
 
 def figures(run: Simulation, steps: int) -> dict[str, float]:
@@ -241,14 +274,25 @@ def main(argv: Sequence[str] | None = None) -> None:
             asked = role_call("rollout", MeasuredEngine.costs)
             (costs,) = run.clock.call(run.rollout.groups[0], "generate", "costs of the engine", asked)
             print(f"costs in seconds: {costs}", file=sys.stderr, flush=True)
-            measured = measure(run, settings)
+            measured, decode = dict[str, dict[str, float]](), {"before": costs["decode"]}
+            asked = role_call("rollout", MeasuredEngine.decode_steps, costs["decode"])
+
+            def decode_steps() -> Points:
+                (points,) = run.clock.call(run.rollout.groups[0], "generate", "decode steps", asked)
+                return points
+
+            for mode, found in modes(run, settings, decode_steps):
+                measured[mode], decode[mode] = found, decode_steps()
         settings = replace(settings, **costs)
-        with LocalBackend() as backend:
-            simulated = measure(Simulation(settings, backend, folder, "one round"), settings)
+        simulated = dict[str, dict[str, float]]()
+        for mode in measured:
+            at_the_time = replace(settings, decode=decode[mode])
+            with LocalBackend() as backend:
+                simulated[mode] = dict(modes(Simulation(at_the_time, backend, folder, "one round"), at_the_time))[mode]
     both = {"measured": measured, "simulated": simulated}
-    ratio = {name: modes["synchronous"]["seconds"] / modes["partial"]["seconds"] for name, modes in both.items()}
-    per_token = {name: ratio[name] * modes["partial"]["tokens"] / modes["synchronous"]["tokens"] for name, modes in both.items()}
-    setup = {"settings": asdict(settings), "engine": args.engine, "device": args.device, "shape": args.shape}
+    ratio = {name: of["synchronous"]["seconds"] / of["partial"]["seconds"] for name, of in both.items()}
+    per_token = {name: ratio[name] * of["partial"]["tokens"] / of["synchronous"]["tokens"] for name, of in both.items()}
+    setup = {"settings": asdict(settings), "decode": decode, "engine": args.engine, "device": args.device, "shape": args.shape}
     print(json.dumps(setup | both | {"ratio": ratio, "per_token": per_token, "load": os.getloadavg()}, indent=1))
 
 

@@ -18,4 +18,6 @@ def test_quick_run_generates_what_is_simulated(capsys: pytest.CaptureFixture[str
     for name in ("rollout/stale_tokens", "rollout/recomputed_tokens", "rollout/age/mean"):
         assert report["measured"]["partial"][name] == report["simulated"]["partial"][name]
     assert report["measured"]["partial"]["rollout/recomputed_tokens"] > 0
+    counts = [[n for n, _ in points] for points in report["decode"].values()]
+    assert len(counts) == 3 and counts[0] == counts[1] == counts[2], "before, and in each of the modes"
     assert report["ratio"]["measured"] > 0 and report["ratio"]["simulated"] > 0
