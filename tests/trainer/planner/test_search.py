@@ -102,7 +102,7 @@ def first(plan: RankedPlan, count: int) -> list[float]:
     return [seconds for _, (seconds, _) in zip(range(count), ranked(plan), strict=False)]
 
 
-@settings(max_examples=6, deadline=None, derandomize=True, database=None)
+@settings(max_examples=3, deadline=None, derandomize=True, database=None)
 @given(drawn=plans(2, 3))
 def test_pruned_search_equals_brute_force_over_all_plans(drawn: tuple[RankedPlan, list[str]]) -> None:
     one, _ = drawn
@@ -127,7 +127,7 @@ def test_pruned_search_checks_few_plans(monkeypatch: pytest.MonkeyPatch) -> None
     assert len(checked) <= 25
 
 
-@settings(max_examples=12, deadline=None, derandomize=True, database=None)
+@settings(max_examples=6, deadline=None, derandomize=True, database=None)
 @given(drawn=plans(5, 8), nodes=st.integers(0, 2), gpus=st.integers(0, 3))
 def test_more_gpus_never_make_the_best_plan_slower(drawn: tuple[RankedPlan, list[str]], nodes: int, gpus: int) -> None:
     smaller = drawn[0]
@@ -137,7 +137,7 @@ def test_more_gpus_never_make_the_best_plan_slower(drawn: tuple[RankedPlan, list
     assert first(larger, 1) <= first(smaller, 1) or not first(smaller, 1)
 
 
-@settings(max_examples=12, deadline=None, derandomize=True, database=None)
+@settings(max_examples=6, deadline=None, derandomize=True, database=None)
 @given(drawn=plans(2, 8))
 def test_offered_plans_pass_the_checks_of_a_run_and_fit_its_estimate(drawn: tuple[RankedPlan, list[str]]) -> None:
     one, line = drawn

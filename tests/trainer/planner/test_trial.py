@@ -107,5 +107,5 @@ def test_the_trials_engine_has_room_for_its_own_rows_alone(plan: Plan, monkeypat
 
 
 def test_a_reward_that_hangs_is_late(plan: Plan, tmp_path: Path) -> None:
-    output = plan(function(tmp_path, "import time; time.sleep(60)"), "reward.timeout=0.5")
+    output = plan(function(tmp_path, "import time; time.sleep(60)"), "reward.timeout=0.1")
     assert output[-2].startswith("20 of 20 rewards of the trial failed: ")
