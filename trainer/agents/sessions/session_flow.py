@@ -85,8 +85,7 @@ class RequestFlow(Flow, Protocol):
     def forget(self, ids: Collection[int]) -> None: ...
 
 
-def _nothing() -> dict[str, torch.Tensor]:
-    return {name: torch.zeros(0, dtype=dtype) for name, dtype in COLUMNS.items()}
+_NOTHING = {name: torch.zeros(0, dtype=dtype) for name, dtype in COLUMNS.items()}
 
 
 @dataclass(slots=True)
@@ -94,7 +93,7 @@ class OpenCall:
     """A call in the engines. partial: what was sampled for it before it was interrupted, by column (L,)."""
 
     wanted: Wanted
-    partial: dict[str, torch.Tensor] = field(default_factory=_nothing)
+    partial: Mapping[str, torch.Tensor] = field(default_factory=lambda: _NOTHING)
 
     def turn(self, sampled: Mapping[str, torch.Tensor], finished: int) -> SampledTurn:
         """The turn that ends it. sampled: by column, after ``partial``."""
@@ -120,7 +119,7 @@ class Session:
     greedy: bool
     calls: dict[int, OpenCall] = field(default_factory=dict)
     journal: Journal | None = None
-    interrupted: dict[tuple[int, int], dict[str, torch.Tensor]] = field(default_factory=dict)
+    interrupted: dict[tuple[int, int], Mapping[str, torch.Tensor]] = field(default_factory=dict)
     restarted: bool = False
 
     def restart(self) -> None:
