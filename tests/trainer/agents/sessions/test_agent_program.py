@@ -17,7 +17,6 @@ from trainer.agents.isolation import SessionLoop
 from trainer.agents.sessions.agent_kit import AgentKit, AgentSetup
 from trainer.agents.sessions.agent_program import JournalDiffers, ProgramRunner
 from trainer.agents.sessions.agent_session import AgentSession, SessionRefused
-from trainer.agents.sessions.agent_session import AgentSession, SessionRefused
 from trainer.agents.sessions.pool import AgentPool
 from trainer.agents.sessions.protocol import Finished, Journal, SampledTurn, Settled, Wanted
 
