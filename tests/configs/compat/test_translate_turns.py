@@ -77,9 +77,10 @@ def test_at_least_95_percent_of_the_command_lines_compose() -> None:
     assert not unlike
     for name, line in lines.items():
         assert any(problem.startswith(line.refused) for problem in found[name]) or not line.refused, (name, found[name])
-    supported = [name for name, line in lines.items() if "trainer.device=npu" not in line.words]
+    # Not counted: 2 for Ascend NPUs, and 5 of geo3k, which compose but have rows with images.
+    supported = [name for name, line in lines.items() if "trainer.device=npu" not in line.words and "geo3k" not in name]
     passing = [name for name in supported if not found[name]]
-    assert len(supported) >= 85 and len(passing) >= 0.95 * len(supported), f"{len(passing)} of {len(supported)}"
+    assert len(supported) >= 80 and len(passing) >= 0.95 * len(supported), f"{len(passing)} of {len(supported)}"
 
 
 @pytest.mark.parametrize(
@@ -101,8 +102,8 @@ def test_a_command_line_composes_with_the_configuration_file_of_its_repository(
         for part in path:
             node = node.setdefault(part, {})  # type: ignore[assignment]
         node[last] = yaml.safe_load(value)
-    (tmp_path / "theirs.yaml").write_text(yaml.safe_dump(tree))
-    flags = [f"--config-path={tmp_path}", "--config-name=theirs"]
+    (tmp_path / "own.yaml").write_text(yaml.safe_dump(tree))
+    flags = [f"--config-path={tmp_path}", "--config-name=own"]
     assert PROGRAM([*flags, *lines[name].words, "trainer.dry_run=config"]) == 0
     assert "configuration is fine" in capsys.readouterr().out
 
