@@ -138,7 +138,7 @@ def normalise_tree(tree: Mapping[str, Any], schema: type, typed: Collection[str]
     foreign: dict[str, Any] = {}
     for key, value in _leaves(tree, keys):
         name = names.rename(key, keys)
-        if name == key and keys.knows(key):
+        if name == key and keys.knows(key) and not names.takes_text(key, value):
             native[key] = value
         else:
             foreign[name] = value
@@ -149,7 +149,7 @@ def normalise_tree(tree: Mapping[str, Any], schema: type, typed: Collection[str]
     for name, value in foreign.items():
         if name in ahead.replaces:
             continue
-        if keys.knows(name):
+        if keys.knows(name) and not names.takes_text(name, value):
             native |= {} if name in typed or _sets_nothing(name, "", value, keys) else {name: value}
             continue
         try:

@@ -142,6 +142,11 @@ class Compat:
         rule = self.translated.get(key)
         return rule is not None and (key not in keys.leaves or any(case.takes(parsed(key, value)) for case in rule.cases))
 
+    def takes_text(self, key: str, value: Any) -> bool:
+        """Whether ``value``, of a tree, is a text that only other systems accept for a key of the schema."""
+        rule = self.translated.get(key)
+        return rule is not None and isinstance(value, str) and any(case.values and case.takes(value) for case in rule.cases)
+
     def why_not(self, key: str, value: str) -> str:
         """Reason why a ``value`` of other systems is not supported here; empty for a value that no system knows."""
         reasons = [why[value] for pattern, why in self.values.items() if fnmatchcase(key, pattern) and value in why]

@@ -2,7 +2,6 @@
 
 from collections.abc import Collection, Iterator
 
-from configs.reward_models import model_key, reward_models
 from configs.schema.agents import MultiTurnConfig
 from configs.schema.ppo import PPOConfig
 from configs.validation.rollout import ROLLOUT
@@ -54,10 +53,6 @@ def agent_problems(config: PPOConfig) -> Iterator[str]:
     if turns.environment is not None and others:
         own = "an environment has its own tools and messages"
         yield f"{KEY}.environment={turns.environment}: {own}; leave {', '.join(others)} out"
-    for name, model in reward_models(config.reward).items():
-        if model.urls:
-            key = f"{model_key(name, config.reward)}.urls"
-            yield f"{key}: servers score a prompt with one response, not conversations ({KEY}.enable=true); set path instead"
 
 
 def agent_notes(config: PPOConfig, typed: Collection[str]) -> Iterator[str]:

@@ -25,7 +25,7 @@ from configs.schema.ppo import PPOConfig
 from data_preprocess.tiny_model import character_tokenizer
 from scripts.bench.agents import TEMPLATE, cpu_of, tokens_of
 from scripts.bench.rollout_flow import Settings, SimulatedEngine, Simulation
-from trainer.agents.sessions.agent_loop import AgentSetup
+from trainer.agents.sessions.agent_kit import AgentSetup
 from trainer.agents.sessions.pool import AgentPool
 from trainer.agents.sessions.session_flow import AgentSessions
 from trainer.data.dataset import Prompt

@@ -35,7 +35,7 @@ from scripts.bench.agents import TEMPLATE
 from scripts.bench.partial_rollouts import MeasuredEngine
 from scripts.bench.rollout_flow import Settings, SimulatedRequest, Simulation
 from scripts.bench.shapes import SHAPES
-from trainer.agents.sessions.agent_loop import AgentSetup
+from trainer.agents.sessions.agent_kit import AgentSetup
 from trainer.agents.sessions.pool import AgentPool
 from trainer.agents.sessions.session_flow import AgentSessions
 from trainer.data.dataset import Prompt

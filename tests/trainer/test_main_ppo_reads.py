@@ -29,7 +29,7 @@ from tests.workers.rollout.sglang.test_sglang_engine_arguments import Recorder
 from tests.workers.rollout.vllm_workers import place
 from trainer import main_ppo
 from trainer.agents.sessions import process
-from trainer.agents.sessions.agent_loop import AgentKit
+from trainer.agents.sessions.agent_loop import AgentLoops
 from trainer.agents.sessions.pool import AgentPool
 from trainer.agents.sessions.protocol import Finished, Journal
 from trainer.algorithms.losses.actor_loss import ActorLoss, ActorLossConfig
@@ -174,7 +174,7 @@ def hold_conversation(folder: Path, patch: pytest.MonkeyPatch) -> None:
     """A session in this process; and the start of an agent process, which ends because a file is missing."""
     given = setup(folder, "tools")
     assert AgentPool(given).deaths == 0
-    assert isinstance(converse(AgentKit(given), Journal(task()), script({0: [call("add", a=1, b=2), "3"]})), Finished)
+    assert isinstance(converse(AgentLoops(given), Journal(task()), script({0: [call("add", a=1, b=2), "3"]})), Finished)
     limits: list[int] = []
     patch.setattr(process, "limit_memory", limits.append)
     actual, expected = socket.socketpair()

@@ -10,6 +10,8 @@ from trainer.data.encoding import Message
 
 THINKING = ("reasoning_content", "reasoning", "thinking")
 """Fields with a model's thinking."""
+_SORTED = json.JSONEncoder(sort_keys=True)
+"""json.dumps makes a new one for each text with sorted keys."""
 
 
 def canonical(message: Message, *, without: tuple[str, ...] = ()) -> str:
@@ -23,7 +25,7 @@ def canonical(message: Message, *, without: tuple[str, ...] = ()) -> str:
     if "tool_calls" in kept:
         functions = [call.get("function", call) for call in kept["tool_calls"]]
         kept["tool_calls"] = [[function.get("name"), function.get("arguments")] for function in functions]
-    return json.dumps(kept, sort_keys=True)
+    return _SORTED.encode(kept)
 
 
 def call_ids(messages: list[Message]) -> list[Any]:

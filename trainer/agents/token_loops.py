@@ -1,8 +1,7 @@
 """verl's interface of agent loops that work on token ids, and the file that names them (agent.agent_loop_config_path).
 
 A loop gets what verl gives it: the configuration, a tokenizer, a row of the data set and a manager whose ``generate`` samples
-after token ids. How its calls become rows for training: ``token_agent`` in
-trainer/agents/sessions/agent_loop.py.
+after token ids. How its calls become rows for training: trainer/agents/sessions/token_calls.py.
 """
 
 from __future__ import annotations

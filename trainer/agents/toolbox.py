@@ -107,7 +107,7 @@ class ToolBox:
 
     async def run(self, calls: Sequence[ToolCall | MalformedCall], messages: Sequence[Message] = ()) -> list[ToolResult]:
         """Run the calls of a turn, in parallel; the results are in the order of the calls. messages: the conversation so far."""
-        self.data.messages = deepcopy([*messages])  # the tools' own: they may change them
+        self._show(messages)
         runnable = [i for i, call in enumerate(calls) if isinstance(call, ToolCall)]
         excess = {*runnable[self.limits.max_parallel_calls :]}
         results = await asyncio.gather(*(self._one(call, i in excess) for i, call in enumerate(calls)))
@@ -118,9 +118,14 @@ class ToolBox:
         self, calls: Sequence[ToolCall | MalformedCall], results: Sequence[ToolResult], messages: Sequence[Message] = ()
     ) -> None:
         """Bring the tools to the state after a turn whose results are known: run again only what changes an instance."""
-        self.data.messages = deepcopy([*messages])
+        self._show(messages)
         await asyncio.gather(*(self._again(call, result) for call, result in zip(calls, results, strict=True)))
         self._count(calls, results)
+
+    def _show(self, messages: Sequence[Message]) -> None:
+        """Give the conversation to the tools that can see it: their own copy, which they may change."""
+        if self._stateful():
+            self.data.messages = deepcopy([*messages])
 
     async def _again(self, call: ToolCall | MalformedCall, result: ToolResult) -> None:
         # A call that exceeded its time would do so again, and left no defined state.

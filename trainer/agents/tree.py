@@ -125,6 +125,13 @@ class ConversationTree:
         self._calls: Counter[int] = Counter()
         self._prompts: dict[str, str] = {}
         """Messages and tools, as JSON -> prompt, during a call."""
+        # A call has all messages of the calls before it.
+        self._parsed: dict[str, tuple[Message, str]] = {}
+        """Message as JSON -> parsed, and canonical."""
+        self._tools: dict[str, list[Any] | None] = {}
+        """Tools as JSON -> a copy."""
+        self._prefixes: dict[tuple[int, str], int] = {}
+        """Hash of some messages, and the next one -> hash of both."""
 
     def request(
         self, messages: Sequence[Mapping[str, Any]], tools: list[Any] | None = None, sampling: Mapping[str, Any] | None = None
@@ -134,10 +141,12 @@ class ConversationTree:
         An equal prompt is shared by all calls with it. Raises Refused if the template rejects the messages, and with
         on_break=refuse BrokenConversation if sampled turns came back that cannot be continued.
         """
-        new, tools_text = parsed(messages), json.dumps(tools)
-        tools = json.loads(tools_text)
+        read, tools_text = [self._read(message) for message in messages], json.dumps(tools)
+        if tools_text not in self._tools:
+            self._tools[tools_text] = json.loads(tools_text)
+        new, tools = [message for message, _ in read], self._tools[tools_text]
         self._prompts.clear()
-        prefixes = list(accumulate(new, lambda before, message: seed_of(before, canonical(message)), initial=0))
+        prefixes = list(accumulate((text for _, text in read), self._prefix, initial=0))
         parent, start, text, ids, broken = self._continue_longest(new, prefixes, tools)
         broken = broken or self._changed(new, prefixes, start)
         if broken and self.on_break == "refuse":
@@ -194,11 +203,14 @@ class ConversationTree:
             raise ValueError(f"the response to call {call.ordinal} of key {call.key} is already recorded")
         text = canonical(new)
         prefix = seed_of(before.prefix, text)
-        ids, versions = [*map(int, completion.token_ids)], [*map(int, completion.versions)]  # of arrays too
+        # Of arrays too, whose elements are not Python's.
+        ids, versions, log_probs = (
+            np.asarray(column).tolist() for column in (completion.token_ids, completion.versions, completion.log_probs)
+        )
         node = Node(
             parent=call.node, role="assistant", name=name, prefix=prefix, n_messages=before.n_messages + 1, turn=before.turn + 1,
             messages=[new], tools=before.tools, ids=ids, ordinal=call.ordinal,
-            log_probs=[*map(float, completion.log_probs)], versions=versions, truncated=completion.finish_reason != "stop",
+            log_probs=log_probs, versions=versions, truncated=completion.finish_reason != "stop",
         )  # fmt: skip
         self._ending[prefix].append(len(self.nodes))
         self._after[before.prefix].append(len(self.nodes))
@@ -254,6 +266,20 @@ class ConversationTree:
             found.append(index)
             index = self.nodes[index].parent
         return found[::-1]
+
+    def _read(self, message: Mapping[str, Any]) -> tuple[Message, str]:
+        """A message, parsed and canonical."""
+        text = json.dumps({**message})
+        if text not in self._parsed:
+            (new,) = parsed([message])
+            self._parsed[text] = new, canonical(new)
+        return self._parsed[text]
+
+    def _prefix(self, before: int, text: str) -> int:
+        """Hash of messages: of those before the last one, and the last one, canonical."""
+        if (before, text) not in self._prefixes:
+            self._prefixes[before, text] = seed_of(before, text)
+        return self._prefixes[before, text]
 
     def _messages(self, index: int) -> list[Message]:
         return [message for i in self.path(index) for message in self.nodes[i].messages]

@@ -19,7 +19,7 @@ from configs.schema.ppo import ActorConfig, CriticConfig, PPOConfig, wants_truth
 from configs.validation.batches import cuts, roles_of, wants_ref
 from configs.validation.placement import placement_of
 from trainer import harness
-from trainer.agents.sessions.agent_loop import AgentSetup
+from trainer.agents.sessions.agent_kit import AgentSetup
 from trainer.agents.sessions.pool import AgentPool
 from trainer.agents.sessions.session_flow import AgentSessions
 from trainer.algorithms.advantages import ADVANTAGES

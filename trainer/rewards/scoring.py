@@ -36,7 +36,7 @@ class Response(NamedTuple):
 
     Only for servers, else empty: prompt: the rendered prompt. written: the response with special tokens, if that differs from
     solution_str. messages: the unrendered prompt, a text or a conversation. ids: token ids of prompt and response. words: hash of
-    the tokenizer that produced them.
+    the tokenizer that produced them. whole: messages are those of a conversation up to the last turn of the model, not a prompt.
     """
 
     data_source: str
@@ -49,6 +49,7 @@ class Response(NamedTuple):
     messages: Any = None
     ids: list[int] | None = None
     tokenizer_id: str = ""
+    whole: bool = False
 
     @property
     def query(self) -> str:

@@ -49,6 +49,8 @@ class ServedScorer:
         try:
             if answer.ids and answer.tokenizer_id == self._tokenizer_id != "":
                 return checked(torch.tensor(answer.ids, dtype=torch.int64))
+            if answer.whole:
+                return torch.from_numpy(conversations.ids_of_session(answer.messages, finished=answer.finished))
             if answer.messages is not None:
                 return torch.from_numpy(conversations.ids(answer.messages, answer.solution_str, finished=answer.finished))
             (ids,) = token_ids(conversations.tokenizer, [answer.query], special=False)

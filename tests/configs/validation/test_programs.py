@@ -183,10 +183,7 @@ def test_defaults_and_quick_start_have_no_errors_or_notes() -> None:
                 f"{ROLLOUT}.multi_turn.function_tool_path=trainer/agents/native/calculator.py",
                 "reward.models={a: {path: x}, b: {urls: ['http://a']}}",
             ],
-            [
-                "reward.models.b.urls: servers score a prompt with one response, not conversations "
-                f"({ROLLOUT}.multi_turn.enable=true); set path instead"
-            ],
+            [],
         ),
         (
             ["async_training.clock=wall"],

@@ -8,7 +8,8 @@ import pytest
 
 from tests.trainer.agents.families import QWEN25
 from tests.trainer.agents.sessions.scripted import call, converse, facts, script, setup, task
-from trainer.agents.sessions.agent_loop import AgentKit, JournalDiffers, SessionRefused
+from trainer.agents.sessions.agent_loop import AgentLoops
+from trainer.agents.sessions.agent_session import JournalDiffers, SessionRefused
 from trainer.agents.sessions.protocol import Finished, Journal
 
 # In the form of verl's ToolAgentLoop: turns, observations, a mask.
@@ -85,23 +86,23 @@ LINES = [f"Adding. {call('f', a=2, b=3)}", "It is 5."]
 
 
 @pytest.fixture
-def kit(tmp_path: Path) -> AgentKit:
+def loops(tmp_path: Path) -> AgentLoops:
     (tmp_path / "loop.py").write_text(LOOP)
     (tmp_path / "agent.yaml").write_text(
         f"- name: mine\n  _target_: {tmp_path}/loop.py:AddingLoop\n- {{name: quiet, _target_: '{tmp_path}/loop.py:Swallows'}}\n"
     )
-    return AgentKit(setup(tmp_path, loop="mine", loops=str(tmp_path / "agent.yaml")))
+    return AgentLoops(setup(tmp_path, loop="mine", loops=str(tmp_path / "agent.yaml")))
 
 
-def run(kit: AgentKit, mode: str | None = None, lines: list[str] = LINES, **changes: Any) -> tuple[Finished, Journal]:
+def run(loops: AgentLoops, mode: str | None = None, lines: list[str] = LINES, **changes: Any) -> tuple[Finished, Journal]:
     journal = Journal(task(extra_info={"mode": mode}, **changes))
-    found = converse(kit, journal, script({0: lines}))
+    found = converse(loops, journal, script({0: lines}))
     assert isinstance(found, Finished)
     return found, journal
 
 
-def test_trained_ids_are_those_that_were_sampled(kit: AgentKit) -> None:
-    found, journal = run(kit)
+def test_trained_ids_are_those_that_were_sampled(loops: AgentLoops) -> None:
+    found, journal = run(loops)
     (part,) = found.parts
     first, second = journal.turns
     n = part.prompt_length
@@ -122,16 +123,16 @@ def test_trained_ids_are_those_that_were_sampled(kit: AgentKit) -> None:
     ]
 
 
-def test_a_name_of_register_and_a_row_choose_the_loop(kit: AgentKit) -> None:
-    assert facts(run(kit, agent="adding")[0]) == facts(run(kit)[0])
-    assert run(kit, "score")[0].reward == 0.5
+def test_a_name_of_register_and_a_row_choose_the_loop(loops: AgentLoops) -> None:
+    assert facts(run(loops, agent="adding")[0]) == facts(run(loops)[0])
+    assert run(loops, "score")[0].reward == 0.5
     with pytest.raises(ValueError, match="no such loop; use tool_agent, single_turn_agent, adding, mine, quiet, or path"):
-        kit.loop("absent")
+        loops.named("absent")
 
 
 @pytest.mark.parametrize(("mode", "untrained"), [("first", 1), ("cut", None)])
-def test_tokens_that_the_loop_masks_or_leaves_out_are_not_trained(kit: AgentKit, mode: str, untrained: int | None) -> None:
-    (plain,), (part,) = run(kit)[0].parts, run(kit, mode)[0].parts
+def test_tokens_that_the_loop_masks_or_leaves_out_are_not_trained(loops: AgentLoops, mode: str, untrained: int | None) -> None:
+    (plain,), (part,) = run(loops)[0].parts, run(loops, mode)[0].parts
     assert np.array_equal(plain.input_ids, part.input_ids)
     n = plain.prompt_length
     expected = plain.response_mask.copy()
@@ -140,8 +141,8 @@ def test_tokens_that_the_loop_masks_or_leaves_out_are_not_trained(kit: AgentKit,
     assert not part.rollout_log_probs[~part.response_mask].any() and (part.weight_version[~part.response_mask] == -1).all()
 
 
-def test_a_turn_that_the_loop_discards_is_not_trained(kit: AgentKit) -> None:
-    found, journal = run(kit, "discard", [*LINES[::-1], "end"])
+def test_a_turn_that_the_loop_discards_is_not_trained(loops: AgentLoops) -> None:
+    found, journal = run(loops, "discard", [*LINES[::-1], "end"])
     assert len(journal.turns) == 3 or len(journal.turns) == 2
     sums = [int(part.response_mask.sum()) for part in found.parts]
     assert 0 in sums and sum(sums) == sum(len(turn.token_ids) for turn in journal.turns[1:])
@@ -156,41 +157,41 @@ def test_a_turn_that_the_loop_discards_is_not_trained(kit: AgentKit) -> None:
         ("nan", "reward_score is nan, not a finite number"),
     ],
 )
-def test_what_cannot_be_trained_exactly_ends_the_session_with_an_error(kit: AgentKit, mode: str, message: str) -> None:
-    found, _ = run(kit, mode)
+def test_what_cannot_be_trained_exactly_ends_the_session_with_an_error(loops: AgentLoops, mode: str, message: str) -> None:
+    found, _ = run(loops, mode)
     import re
 
     assert re.search(message, found.extra["error"]) and not found.finished and found.metrics["errors"] == 1
 
 
-def test_limits_of_the_session_hold(kit: AgentKit) -> None:
-    found, journal = run(kit, "short")
+def test_limits_of_the_session_hold(loops: AgentLoops) -> None:
+    found, journal = run(loops, "short")
     assert [len(turn.token_ids) for turn in journal.turns] == [2] and not found.finished
     with pytest.raises(SessionRefused, match=r"data\.max_prompt_length=3: a prompt has"):
-        run(kit, max_prompt=3)
+        run(loops, max_prompt=3)
     with pytest.raises(SessionRefused, match=r"data\.max_prompt_length=3: a prompt has"):
-        run(kit, max_prompt=3, agent="quiet")
-    full, journal = run(kit, max_tokens=len(run(kit)[1].turns[0].token_ids))
+        run(loops, max_prompt=3, agent="quiet")
+    full, journal = run(loops, max_tokens=len(run(loops)[1].turns[0].token_ids))
     assert "leaves no token for a response" in full.extra["error"] and full.parts[0].response_mask.sum() == len(
         journal.turns[0].token_ids
     )
 
 
 @pytest.mark.parametrize("turns", [1, 2])
-def test_a_loop_that_runs_again_continues_from_its_journal(kit: AgentKit, turns: int) -> None:
-    whole, journal = run(kit)
+def test_a_loop_that_runs_again_continues_from_its_journal(loops: AgentLoops, turns: int) -> None:
+    whole, journal = run(loops)
     begun = Journal(journal.task, journal.turns[:turns])
-    assert facts(converse(kit, begun, script({0: LINES}))) == facts(whole) and len(begun.turns) == 2
+    assert facts(converse(loops, begun, script({0: LINES}))) == facts(whole) and len(begun.turns) == 2
 
 
-def test_a_loop_that_makes_other_calls_than_its_journal_begins_anew(kit: AgentKit) -> None:
-    _, journal = run(kit)
+def test_a_loop_that_makes_other_calls_than_its_journal_begins_anew(loops: AgentLoops) -> None:
+    _, journal = run(loops)
     other = Journal(task(extra_info={"mode": "short"}), journal.turns[:1])
     with pytest.raises(JournalDiffers):
-        converse(kit, other, script({0: LINES}))
+        converse(loops, other, script({0: LINES}))
     early = Journal(task(extra_info={"mode": None}), [*journal.turns, journal.turns[-1]])
     with pytest.raises(JournalDiffers, match="ended before the last call"):
-        converse(kit, early, script({0: LINES}))
+        converse(loops, early, script({0: LINES}))
 
 
 @pytest.mark.parametrize(
@@ -207,5 +208,5 @@ def test_a_file_that_cannot_be_used_is_refused_in_one_line(tmp_path: Path, text:
     (tmp_path / "loop.py").write_text(LOOP)
     (tmp_path / "agent.yaml").write_text(text.replace("FILE", str(tmp_path / "loop.py")))
     with pytest.raises(ValueError, match=message) as caught:
-        AgentKit(setup(tmp_path, loops=str(tmp_path / "agent.yaml")))
+        AgentLoops(setup(tmp_path, loops=str(tmp_path / "agent.yaml")))
     assert "\n" not in str(caught.value)

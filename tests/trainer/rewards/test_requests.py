@@ -50,3 +50,27 @@ def test_servers_receive_the_whole_sequence_and_rules_the_response(tmp_path: Pat
     assert request["query"] == ["2+2=4<eos>", "2+2=fo"] and request["prompts"] == ["2+2=", "2+2="]
     assert request["token_ids"] == rows and request["messages"] == [messages] * 2
     assert request["tokenizers"] == [tokenizer_fingerprint(tokenizer)] * 2 and tokenizer_fingerprint(tokenizer) != ""
+
+
+def test_servers_receive_a_session_as_a_whole_conversation(tmp_path: Path) -> None:
+    """Its rendered prompt has the tools, which the data set's lacks; marks and thinking are not sent."""
+    tokenizer = tokenizer_of(make_reward_model(tmp_path / "model", seed=1, own_words=True))
+    ids = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in ("add 2+2=", "4?<eos>5<eos>")]
+    turns = [
+        {"role": "user", "content": "2+2"},
+        {"role": "assistant", "content": "4?", "sampled": True, "reasoning_content": "hm"},
+        {"role": "tool", "content": "no", "status": "ok"},
+        {"role": "assistant", "content": "5", "sampled": True},
+    ]
+    row = Batch(
+        lengths=torch.tensor([len(ids[0]) + len(ids[1])]),
+        tokens={"input_ids": torch.tensor([*ids[0], *ids[1]])},
+        rows={"finished": torch.tensor([1]), "prompt_length": torch.tensor([len(ids[0])])},
+        objects={"session": [{"messages": turns}]},
+    )
+    prompts = [Prompt(0, (1,), "2+2=", "mine", "4", {}, turns[:1])]
+    answers = responses_to_score(prompts, ["4?5"], row, tokenizer, for_servers=True)
+    request = to_request(answers)
+    assert request["prompts"] == ["add 2+2="] and request["query"] == ["add 2+2=4?<eos>5<eos>"] and request["whole"] == [True]
+    assert request["messages"] == [[{"role": turn["role"], "content": turn["content"]} for turn in turns]]
+    assert from_request(request) == answers

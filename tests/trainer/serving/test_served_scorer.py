@@ -64,6 +64,28 @@ def test_scores_equal_transformers(path: str) -> None:
     assert isinstance(found[4], str) and "role" in found[4] and found[5] == "there is no token to score"
 
 
+def test_a_whole_conversation_is_read_up_to_its_last_turn(path: str) -> None:
+    turns = [
+        *USER,
+        {"role": "assistant", "content": "five"},
+        {"role": "user", "content": "no"},
+        {"role": "assistant", "content": "4"},
+    ]
+    cut = turns[:2]
+    answers = [
+        Response("", "fiveno4", None, {}, True, messages=[*turns, {"role": "user", "content": "too late"}], whole=True),
+        Response("", "five", None, {}, False, messages=cut, whole=True),
+        Response("", "", None, {}, False, messages=USER, whole=True),
+    ]
+    with serving(f"model.path={path}") as url:
+        found = scores(url, answers)
+    tokenizer = tokenizer_of(path)
+    texts = ["<user>2 + 2?<eos>\n<assistant>five<eos>\n<user>no<eos>\n<assistant>4<eos>", "<user>2 + 2?<eos>\n<assistant>five"]
+    rows = [torch.tensor(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in texts]
+    assert found[:2] == pytest.approx(plain_scores(path, rows).tolist(), abs=1e-5)
+    assert found[2] == "the conversation has no turn of the model"
+
+
 def test_tokens_of_the_same_tokenizer_are_not_reencoded(path: str) -> None:
     """A sampled response may consist of tokens that the tokenizer would not choose."""
     words, row = tokenizer_fingerprint(tokenizer_of(path)), [40, 41, 42]

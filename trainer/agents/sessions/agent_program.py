@@ -24,7 +24,8 @@ from typing import Any
 from trainer.agents.formats import ToolCall
 from trainer.agents.gateway.endpoint import Endpoint, SessionClosed
 from trainer.agents.isolation import LoopState, UserCodeError
-from trainer.agents.sessions.agent_loop import KEY, AgentSession, JournalDiffers, Reply, SessionEnded, SessionRefused
+from trainer.agents.sessions.agent_kit import KEY
+from trainer.agents.sessions.agent_session import AgentSession, JournalDiffers, Reply, SessionEnded, SessionRefused
 from trainer.agents.sessions.protocol import SampledTurn, Task
 from trainer.agents.tree import BrokenConversation, Call
 from trainer.data.encoding import Refused
@@ -56,7 +57,7 @@ class ProgramRunner:
             yield
 
     async def run(self, session: AgentSession) -> float | None:
-        """Run a session: see trainer.agents.sessions.agent_loop.AgentLoop. Raises JournalDiffers."""
+        """Run a session: see trainer.agents.sessions.agent_session.AgentLoop. Raises JournalDiffers."""
         program, blocks = self._program, not inspect.iscoroutinefunction(self._program)
         calls = ProgramCalls(session, blocks=blocks)
         with self._endpoint.session(calls.answer) as key:

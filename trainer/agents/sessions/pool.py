@@ -25,7 +25,7 @@ from math import inf
 from types import TracebackType
 from typing import Any
 
-from trainer.agents.sessions.agent_loop import AgentSetup
+from trainer.agents.sessions.agent_kit import AgentSetup
 from trainer.agents.sessions.process import HEADER, Marks, packed
 from trainer.agents.sessions.protocol import Finished, Journal, SampledTurn, Settled, Task, Wanted
 from workers.controller.environment import import_path

@@ -23,8 +23,10 @@ from typing import Any
 import numpy as np
 
 from trainer.agents.isolation import SessionLoop, UserCodeError
-from trainer.agents.sessions.agent_loop import AgentKit, AgentSession, AgentSetup, JournalDiffers, SessionRefused
+from trainer.agents.sessions.agent_kit import AgentSetup
+from trainer.agents.sessions.agent_loop import AgentLoops
 from trainer.agents.sessions.agent_program import ProgramRunner
+from trainer.agents.sessions.agent_session import AgentSession, JournalDiffers, SessionRefused
 from trainer.agents.sessions.protocol import Finished, Journal, Settled, Wanted
 from workers.controller.environment import limit_memory
 from workers.controller.stacks import enable_stack_reports
@@ -111,9 +113,11 @@ class _Running:
 class AgentServer:
     """The sessions of a process, by number. One write per turn of the event loop, with all answers."""
 
-    def __init__(self, kit: AgentKit, marks: Marks, write: Callable[[bytes], None], program: ProgramRunner | None = None) -> None:
+    def __init__(
+        self, loops: AgentLoops, marks: Marks, write: Callable[[bytes], None], program: ProgramRunner | None = None
+    ) -> None:
         """program: runs all sessions, if there is one."""
-        self._kit, self._marks, self._write = kit, marks, write
+        self._loops, self._marks, self._write = loops, marks, write
         self._program = program
         self._running: dict[int, _Running] = {}
         self._tasks: dict[int, asyncio.Task[Finished]] = {}
@@ -144,16 +148,16 @@ class AgentServer:
             # An earlier start that was stopped may still release instances of tools, which have the same names.
             if previous is not None:
                 await asyncio.wait({previous})
-            program = None if self._program is None else self._program.run
+            agent = self._loops.of(journal.task) if self._program is None else self._program.run
             try:
-                return await running.session.run(program)
+                return await running.session.run(agent)
             except JournalDiffers:
                 anew = Journal(journal.task)
-                running.session = AgentSession(anew, self._kit, loop, ask, died, restarted=True)
-                return await running.session.run(program)
+                running.session = AgentSession(anew, self._loops.kit, loop, ask, died, restarted=True)
+                return await running.session.run(agent)
 
         id, loop = journal.task.id, _TrackedLoop(self._marks, number, died)
-        session = AgentSession(journal, self._kit, loop, ask, died)
+        session = AgentSession(journal, self._loops.kit, loop, ask, died)
         task = asyncio.create_task(run(self._tasks.get(id)))
         running = self._running[number] = _Running(session, loop, task)
         self._tasks[id] = task
@@ -223,7 +227,7 @@ async def _serve(connection: socket.socket, marks: Marks) -> None:
     if setup.agent.memory_limit_mb is not None:
         limit_memory(setup.agent.memory_limit_mb << 20)
     try:
-        kit = AgentKit(setup)
+        loops = AgentLoops(setup)
         program = None if setup.agent.program is None else ProgramRunner(setup.agent.program)
     except ValueError as error:
         writer.write(packed(str(error)))
@@ -232,8 +236,8 @@ async def _serve(connection: socket.socket, marks: Marks) -> None:
     async with AsyncExitStack() as stack:
         if program is not None:
             await stack.enter_async_context(program.serving())
-        server = AgentServer(kit, marks, writer.write, program)
+        server = AgentServer(loops, marks, writer.write, program)
         heart = asyncio.create_task(beat())
-        writer.write(packed(kit.continues))
+        writer.write(packed(loops.kit.continues))
         while not heart.done():
             server.receive(await read())

@@ -3,6 +3,8 @@
 A session is one trajectory. It asks for turns of the model, one at a time or several, and says when it can do nothing more
 without one of them (``Settled``), or that it has finished. That is its answer to all it was given, a task or sampled turns. So
 the controller knows at any time whose turn it is, and a tick waits for neither more nor less than it must.
+
+The messages have no slots: a frozen class with slots is pickled by Python code, one without by C.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ if TYPE_CHECKING:  # it imports torch, which agent processes do without
     from workers.rollout.base import FinishReason
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Task:
     """What a session works on: a row of the data set.
 
@@ -34,7 +36,7 @@ class Task:
     max_tokens: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class SampledTurn:
     """A turn of the model, L tokens: token_ids int64 (L,), log_probs float32 (L,), versions int32 (L,).
 
@@ -49,7 +51,7 @@ class SampledTurn:
     finish_reason: FinishReason
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Wanted:
     """The session needs a turn of the model after ``prompt_ids`` (int64), of at most ``max_tokens`` tokens.
 
@@ -66,12 +68,12 @@ class Wanted:
     restarted: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Settled:
     """The session waits for turns of the model, and does nothing more before it gets one."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Part:
     """A row for training, T tokens: columns as in trainer.agents.tree.Row. prompt_length: tokens of its first prompt."""
 
@@ -96,7 +98,7 @@ class TurnPlace(NamedTuple):
     max_tokens: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Finished:
     """The session has ended. parts: its rows, at least one, in order.
 

@@ -85,8 +85,7 @@ class RequestFlow(Flow, Protocol):
     def forget(self, ids: Collection[int]) -> None: ...
 
 
-def _nothing() -> dict[str, torch.Tensor]:
-    return {name: torch.zeros(0, dtype=dtype) for name, dtype in COLUMNS.items()}
+_NOTHING = {name: torch.zeros(0, dtype=dtype) for name, dtype in COLUMNS.items()}
 
 
 @dataclass(slots=True)
@@ -94,13 +93,13 @@ class OpenCall:
     """A call in the engines. partial: what was sampled for it before it was interrupted, by column (L,)."""
 
     wanted: Wanted
-    partial: dict[str, torch.Tensor] = field(default_factory=_nothing)
+    partial: Mapping[str, torch.Tensor] = field(default_factory=lambda: _NOTHING)
 
-    def turn(self, sampled: Mapping[str, torch.Tensor], finished: int) -> SampledTurn:
+    def turn(self, sampled: Mapping[str, np.ndarray], finished: int) -> SampledTurn:
         """The turn that ends it. sampled: by column, after ``partial``."""
-        if len(self.partial["input_ids"]):
-            sampled = {name: torch.cat([self.partial[name], sampled[name]]) for name in COLUMNS}
-        ids, log_probs, versions = (sampled[name].numpy() for name in COLUMNS)
+        if self.partial is not _NOTHING:
+            sampled = {name: np.concatenate([self.partial[name].numpy(), sampled[name]]) for name in COLUMNS}
+        ids, log_probs, versions = (sampled[name] for name in COLUMNS)
         reason: FinishReason = "stop" if finished else "length"
         return SampledTurn(self.wanted.key, self.wanted.ordinal, ids, log_probs, versions, reason)
 
@@ -120,7 +119,7 @@ class Session:
     greedy: bool
     calls: dict[int, OpenCall] = field(default_factory=dict)
     journal: Journal | None = None
-    interrupted: dict[tuple[int, int], dict[str, torch.Tensor]] = field(default_factory=dict)
+    interrupted: dict[tuple[int, int], Mapping[str, torch.Tensor]] = field(default_factory=dict)
     restarted: bool = False
 
     def restart(self) -> None:
@@ -301,7 +300,7 @@ class SessionFlow:
                 lane, session = divmod(id, _LANE)
                 if session in self._open and lane in self._open[session].calls:
                     call = self._open[session].calls[lane]
-                    call.partial = {name: torch.cat([call.partial[name], columns[name]]) for name in COLUMNS}
+                    call.partial = {name: torch.cat([call.partial[name], torch.from_numpy(columns[name])]) for name in COLUMNS}
         finished = self._collect_all()
         self._open, self._of_task = {}, {}
         return finished, []
@@ -408,11 +407,11 @@ def requests(calls: Sequence[tuple[Session, int]]) -> Batch:
     )
 
 
-def _rows(part: Batch) -> Iterable[tuple[int, dict[str, torch.Tensor]]]:
+def _rows(part: Batch) -> Iterable[tuple[int, dict[str, np.ndarray]]]:
     """Id and columns of each row."""
-    columns = {name: part.split_rows(name) for name in COLUMNS}
-    for row, id in enumerate(part.rows["id"].tolist()):
-        yield id, {name: rows[row] for name, rows in columns.items()}
+    columns, offsets = {name: part.tokens[name].numpy() for name in COLUMNS}, part.offsets.tolist()
+    for id, start, end in zip(part.rows["id"].tolist(), offsets, offsets[1:], strict=False):
+        yield id, {name: column[start:end] for name, column in columns.items()}
 
 
 def finished_rows(id: int, session: Finished, *, seed: int, restarted: bool) -> Batch:

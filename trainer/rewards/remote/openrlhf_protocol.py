@@ -4,7 +4,8 @@
 
 query: prompts with responses, special tokens included; labels: ground truths. Additional fields of the request: responses
 (without prompt and special tokens), messages (unrendered prompts), token_ids and tokenizers (a hash of the tokenizer that
-produced them), data_sources, extra_infos, finished. Additional fields of the reply: errors (why a reward is null), timed_out.
+produced them), data_sources, extra_infos, finished, whole (messages are a conversation up to its last turn). Additional fields
+of the reply: errors (why a reward is null), timed_out.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ def to_request(answers: Sequence[Response]) -> dict[str, list]:
         "messages": [answer.messages for answer in answers],
         "token_ids": [answer.ids for answer in answers],
         "tokenizers": [answer.tokenizer_id for answer in answers],
+        "whole": [answer.whole for answer in answers],
     }
 
 
@@ -56,6 +58,7 @@ def from_request(body: Any) -> list[Response]:
         _column(body, "messages", str | list | None, [None] * n),
         _column(body, "token_ids", list | None, [None] * n),
         _column(body, "tokenizers", str, [""] * n),
+        _column(body, "whole", bool, [False] * n),
         strict=True,
     )
     return [Response(*row) for row in columns]

@@ -13,7 +13,9 @@ import numpy as np
 from configs.schema.agents import AgentConfig, MultiTurnConfig
 from tests.trainer.agents.families import QWEN25, Family
 from trainer.agents.isolation import SessionLoop
-from trainer.agents.sessions.agent_loop import AgentKit, AgentSession, AgentSetup
+from trainer.agents.sessions.agent_kit import AgentSetup
+from trainer.agents.sessions.agent_loop import AgentLoops
+from trainer.agents.sessions.agent_session import AgentSession
 from trainer.agents.sessions.protocol import Finished, Journal, SampledTurn, Settled, Task, Wanted
 
 TOOLS = '''
@@ -218,14 +220,14 @@ def script(lines: Mapping[int, list[str]]) -> Model:
     return model
 
 
-def converse(kit: AgentKit, journal: Journal, model: Model, *, most: int | None = None) -> Finished | Wanted:
+def converse(loops: AgentLoops, journal: Journal, model: Model, *, most: int | None = None) -> Finished | Wanted:
     """Run a session in this process until it ends, or wants more turns than ``most``; the journal grows."""
 
     async def main() -> Finished | Wanted:
         wanted: asyncio.Queue[Wanted | Settled] = asyncio.Queue()
         loop = SessionLoop()
-        session = AgentSession(copy.deepcopy(journal), kit, loop, wanted.put_nowait)
-        running = asyncio.create_task(session.run())
+        session = AgentSession(copy.deepcopy(journal), loops.kit, loop, wanted.put_nowait)
+        running = asyncio.create_task(session.run(loops.of(journal.task)))
         try:
             while True:
                 asked = asyncio.create_task(wanted.get())

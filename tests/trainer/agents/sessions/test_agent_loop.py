@@ -23,13 +23,14 @@ from tests.trainer.agents.sessions.scripted import (
     setup,
     task,
 )  # fmt: skip
-from trainer.agents.sessions.agent_loop import LOOPS, AgentKit, SessionRefused
+from trainer.agents.sessions.agent_loop import LOOPS, AgentLoops
+from trainer.agents.sessions.agent_session import SessionRefused
 from trainer.agents.sessions.protocol import Finished, Journal, SampledTurn, Wanted
 from trainer.data.encoding import parsed
 
 
-def finish(kit: AgentKit, *lines: str, model: Model | None = None, **changes: Any) -> Finished:
-    found = converse(kit, Journal(task(**changes)), model or script({0: [*lines]}))
+def finish(loops: AgentLoops, *lines: str, model: Model | None = None, **changes: Any) -> Finished:
+    found = converse(loops, Journal(task(**changes)), model or script({0: [*lines]}))
     assert isinstance(found, Finished)
     return found
 
@@ -43,20 +44,20 @@ def text(finished: Finished, part: int = 0) -> str:
 
 
 def test_a_conversation_with_calls_is_one_exact_row(tmp_path: Path) -> None:
-    kit, turns = AgentKit(setup(tmp_path, "tools")), list[SampledTurn]()
+    loops, turns = AgentLoops(setup(tmp_path, "tools")), list[SampledTurn]()
     lines = [f"ab\n{call('add', a=1, b=2)}\n{call('later', text='hi')}", call("add", a="x"), "<tool_call>{", "3"]
 
     def model(wanted: Wanted, turn: int) -> SampledTurn:
         turns.append(sampled(wanted, lines[turn]))
         return turns[-1]
 
-    found = finish(kit, model=model)
+    found = finish(loops, model=model)
     (part,) = found.parts
     assert roles(found) == ["user", *["assistant", "tool", "tool"], *["assistant", "tool"] * 2, "assistant"]
     # Only what the template writes around the sampled ids is added, and only sampled ids are trained, each once.
     assert part.input_ids[part.response_mask].tolist() == [id for turn in turns for id in turn.token_ids.tolist()]
     assert np.array_equal(part.rollout_log_probs[part.response_mask], np.concatenate([turn.log_probs for turn in turns]))
-    schemas = [tool.schema for tool in kit.tools]
+    schemas = [tool.schema for tool in loops.loops.kit.tools]
     assert text(found) == QWEN25.seams.render(parsed(found.messages), schemas, prompt=False).removesuffix("\n")
     assert part.prompt_length == np.flatnonzero(part.response_mask)[0]
     assert found.finished and found.reward is None
@@ -74,11 +75,11 @@ def test_a_conversation_with_calls_is_one_exact_row(tmp_path: Path) -> None:
 
 
 def test_unfinished_turns_and_limits_end_a_session(tmp_path: Path) -> None:
-    plain = AgentKit(setup(tmp_path, "tools"))
+    plain = AgentLoops(setup(tmp_path, "tools"))
     add = call("add", a=1)
     truncated = finish(plain, model=lambda wanted, turn: sampled(wanted, add, reason="length"))
     assert not truncated.finished and roles(truncated) == ["user", "assistant"]
-    talk = AgentKit(setup(tmp_path, "user"))
+    talk = AgentLoops(setup(tmp_path, "user"))
     truncated = finish(talk, model=lambda wanted, turn: sampled(wanted, "ab", reason="length"))
     assert not truncated.finished and roles(truncated) == ["user", "assistant"]
     for changes, lines, expected, ended in [
@@ -87,14 +88,14 @@ def test_unfinished_turns_and_limits_end_a_session(tmp_path: Path) -> None:
         ({"max_user_turns": 1}, [add] * 5, 2, False),
         ({"max_parallel_calls": 1}, [add * 3, "end"], 2, True),
     ]:
-        found = finish(AgentKit(setup(tmp_path, "tools", **changes)), *lines)
+        found = finish(AgentLoops(setup(tmp_path, "tools", **changes)), *lines)
         assert (found.metrics["turns"], found.finished) == (expected, ended)
     assert found.metrics["calls/excess"] == 2 and found.metrics["tool/add/calls"] == 1
 
 
 def test_the_budget_counts_sampled_and_observed_tokens(tmp_path: Path) -> None:
-    kit, lines = AgentKit(setup(tmp_path, "tools")), [call("add", a=1), call("later", text="ab " * 9), "end"]
-    whole = finish(kit, *lines)
+    loops, lines = AgentLoops(setup(tmp_path, "tools")), [call("add", a=1), call("later", text="ab " * 9), "end"]
+    whole = finish(loops, *lines)
     (part,) = whole.parts
     longest = len(part.input_ids) - part.prompt_length
     ends = np.flatnonzero(np.diff(part.response_mask.astype(int)) == -1) + 1 - part.prompt_length
@@ -107,7 +108,7 @@ def test_the_budget_counts_sampled_and_observed_tokens(tmp_path: Path) -> None:
 
     for budget in sorted({*range(1, longest, 9), *ends, *(ends + 1), *starts, *(starts + 1), longest}):
         asked.clear()
-        found = finish(kit, model=model, max_tokens=budget)
+        found = finish(loops, model=model, max_tokens=budget)
         (short,) = found.parts
         n = len(short.input_ids) - short.prompt_length
         assert short.input_ids.tolist() == part.input_ids[: len(short.input_ids)].tolist() and n <= budget
@@ -121,69 +122,69 @@ def test_the_budget_counts_sampled_and_observed_tokens(tmp_path: Path) -> None:
 
 
 def test_a_prompt_that_is_too_long_or_refused_is_an_error_of_the_run(tmp_path: Path) -> None:
-    kit = AgentKit(setup(tmp_path, "tools"))
-    n = finish(kit, "end").parts[0].prompt_length
-    assert finish(kit, "end", max_prompt=n).finished
+    loops = AgentLoops(setup(tmp_path, "tools"))
+    n = finish(loops, "end").parts[0].prompt_length
+    assert finish(loops, "end", max_prompt=n).finished
     with pytest.raises(SessionRefused, match=rf"^data.max_prompt_length={n - 1}: a prompt has {n} tokens with its tools [^\n]*$"):
-        finish(kit, "end", max_prompt=n - 1)
+        finish(loops, "end", max_prompt=n - 1)
     tokenizer = copy.deepcopy(QWEN25.tokenizer)
     tokenizer.chat_template = "{{ raise_exception('no') }}"
     with pytest.raises(SessionRefused, match=r"^the chat template rejects it: no; [^\n]*$"):
-        finish(AgentKit(dataclasses.replace(setup(tmp_path), tokenizer=tokenizer)), "end")
+        finish(AgentLoops(dataclasses.replace(setup(tmp_path), tokenizer=tokenizer)), "end")
     with pytest.raises(ValueError, match=r"default_agent_loop=none: no such loop; use tool_agent, single_turn_agent, or path"):
-        AgentKit(setup(tmp_path, loop="none"))
+        AgentLoops(setup(tmp_path, loop="none"))
 
 
 def test_a_single_turn_has_neither_tools_nor_calls(tmp_path: Path) -> None:
-    found = finish(AgentKit(setup(tmp_path, "tools", "user")), call("add", a=1), agent="single_turn_agent")
+    found = finish(AgentLoops(setup(tmp_path, "tools", "user")), call("add", a=1), agent="single_turn_agent")
     assert roles(found) == ["user", "assistant"] and found.finished and found.extra == {"num_turns": 2}
     assert "add" not in QWEN25.tokenizer.decode(found.parts[0].input_ids[: found.parts[0].prompt_length].tolist())
 
 
 def test_a_simulated_user_replies_until_the_end(tmp_path: Path) -> None:
-    kit = AgentKit(setup(tmp_path, "tools", "user"))
+    loops = AgentLoops(setup(tmp_path, "tools", "user"))
     lines = ["one", call("add", a=4), "two", "three"]
     info = {"interaction_kwargs": {"name": "teacher", "patience": 3}}
-    found = finish(kit, *lines, extra_info=info)
+    found = finish(loops, *lines, extra_info=info)
     assert roles(found) == ["user", "assistant", "user", "assistant", "tool", "assistant", "user", "assistant", "user"]
     assert found.finished and found.extra == {
         "num_turns": 9, "tool_rewards": [1.0], "turn_scores": [1.0, 0.5, 0.0],
         "rollout_reward_scores": {"user_turn_rewards": [1.0, 0.5, 0.0]},
     }  # fmt: skip
-    failed = finish(kit, *lines, extra_info={"interaction_kwargs": {"patience": 8}})
+    failed = finish(loops, *lines, extra_info={"interaction_kwargs": {"patience": 8}})
     assert failed.extra["error"] == "interaction teacher: ValueError: no user (user.py:15)" and failed.metrics["turns"] == 1
     with pytest.raises(SessionRefused, match=r"interaction_kwargs.name=x in data source test: .* has teacher$"):
-        finish(kit, extra_info={"interaction_kwargs": {"name": "x"}})
+        finish(loops, extra_info={"interaction_kwargs": {"name": "x"}})
 
 
 def test_tools_kwargs_reach_the_instance_and_its_reward_the_reward_function(tmp_path: Path) -> None:
     info = {"tools_kwargs": {"count": {"create_kwargs": {"start": 6}}}}
-    found = finish(AgentKit(setup(tmp_path, "stateful")), call("count", by=2), extra_info=info)
+    found = finish(AgentLoops(setup(tmp_path, "stateful")), call("count", by=2), extra_info=info)
     assert found.messages[2]["content"] == "sum 8" and found.extra["rollout_reward_scores"] == {"count": 1.0}
 
 
 def test_a_template_that_drops_thinking_splits_the_session(tmp_path: Path) -> None:
-    kit = AgentKit(setup(tmp_path, "user", family=QWEN3))
+    loops = AgentLoops(setup(tmp_path, "user", family=QWEN3))
     lines = ["<think>\nab\n</think>\n\none", "<think>\nba\n</think>\n\ntwo"]
-    found = finish(kit, model=lambda wanted, turn: sampled(wanted, lines[turn], family=QWEN3))
+    found = finish(loops, model=lambda wanted, turn: sampled(wanted, lines[turn], family=QWEN3))
     assert len(found.parts) == 2 and found.metrics["breaks/template"] == 1
     assert sum(part.response_mask.sum() for part in found.parts) == found.metrics["tokens/sampled"]
     assert [message.get("reasoning_content") for message in found.messages] == [None, "ab", None, "ba", None]
     with pytest.raises(SessionRefused, match=r"^on_break=refuse: "):
-        kit = AgentKit(setup(tmp_path, "user", family=QWEN3, on_break="refuse"))
-        finish(kit, model=lambda wanted, turn: sampled(wanted, lines[turn], family=QWEN3))
+        loops = AgentLoops(setup(tmp_path, "user", family=QWEN3, on_break="refuse"))
+        finish(loops, model=lambda wanted, turn: sampled(wanted, lines[turn], family=QWEN3))
 
 
 @pytest.mark.parametrize("family", [QWEN25, QWEN3])
 def test_each_turn_has_its_place_in_the_rows(family: Any, tmp_path: Path) -> None:
-    kit = AgentKit(setup(tmp_path, "user", family=family))
+    loops = AgentLoops(setup(tmp_path, "user", family=family))
     lines, calls = ["<think>\nab\n</think>\n\none", "<think>\nba\n</think>\n\ntwo"], list[Wanted]()
 
     def model(wanted: Wanted, turn: int) -> SampledTurn:
         calls.append(wanted)
         return sampled(wanted, lines[turn], family=family)
 
-    found = finish(kit, model=model)
+    found = finish(loops, model=model)
     assert len(found.parts) == (2 if family is QWEN3 else 1) and len(found.turns) == len(calls) == 2
     for place, wanted, turn in zip(found.turns, calls, lines, strict=True):
         ids = found.parts[place.part].input_ids
@@ -200,13 +201,13 @@ def test_messages_have_marks_for_people(tmp_path: Path) -> None:
     def marked(found: Finished) -> list[dict[str, Any]]:
         return [{name: message[name] for name in marks if name in message} for message in found.messages]
 
-    kit = AgentKit(setup(tmp_path, "tools"))
-    assert marked(finish(kit, f"{call('add', a=1)}{call('add', a='x')}", "end")) == [
+    loops = AgentLoops(setup(tmp_path, "tools"))
+    assert marked(finish(loops, f"{call('add', a=1)}{call('add', a='x')}", "end")) == [
         {}, {"sampled": True}, {"status": "ok", "reward": 0.25}, {"status": "arguments"}, {"sampled": True},
     ]  # fmt: skip
-    cut = finish(kit, model=lambda wanted, turn: sampled(wanted, "ab", reason="length"))
+    cut = finish(loops, model=lambda wanted, turn: sampled(wanted, "ab", reason="length"))
     assert marked(cut) == [{}, {"sampled": True, "truncated": True}]
-    talk = AgentKit(setup(tmp_path, "user"))
+    talk = AgentLoops(setup(tmp_path, "user"))
     assert marked(finish(talk, "one", "one")) == [
         {}, {"sampled": True, "reward": 0.5}, {}, {"sampled": True, "reward": 0.0}, {},
     ]  # fmt: skip
@@ -215,13 +216,13 @@ def test_messages_have_marks_for_people(tmp_path: Path) -> None:
         "        return [{'role': role, 'content': 'a'} for role in ('user', 'assistant', 'user')]\n"
         "    def step(self, message):\n        return 'again', -0.5, message['content'] == 'two', {}\n"
     )
-    found = finish(AgentKit(setup(tmp_path, environment=f"{tmp_path}/environment.py:Own")), "one", "two")
+    found = finish(AgentLoops(setup(tmp_path, environment=f"{tmp_path}/environment.py:Own")), "one", "two")
     assert marked(found) == [*[{}] * 3, {"sampled": True, "reward": -0.5}, {}, {"sampled": True, "reward": -0.5}, {}]
     (tmp_path / "own.py").write_text(
         "async def run(session):\n    await session.sample()\n    assert 'sampled' not in session.messages[-1]\n"
         "    session.messages[-1] = {**session.messages[-1], 'content': 'changed'}\n    await session.sample()\n"
     )
-    own = finish(AgentKit(setup(tmp_path, loop=f"{tmp_path}/own.py:run")), "one", "two")
+    own = finish(AgentLoops(setup(tmp_path, loop=f"{tmp_path}/own.py:run")), "one", "two")
     assert marked(own) == [{}, {}, {"sampled": True}] and "error" not in own.extra, "the text there is not what was sampled"
 
 
@@ -250,16 +251,16 @@ async def run(session):
 
 def test_a_loop_of_the_user_runs_and_its_exceptions_end_its_session_alone(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(OWN)
-    kit = AgentKit(setup(tmp_path, loop=f"{tmp_path}/own.py:run"))
+    loops = AgentLoops(setup(tmp_path, loop=f"{tmp_path}/own.py:run"))
     journal = Journal(task())
-    found = converse(kit, journal, script({0: ["one", "two"]}))
+    found = converse(loops, journal, script({0: ["one", "two"]}))
     assert isinstance(found, Finished) and (found.reward, found.extra, found.finished) == (0.5, {"length": 3}, True)
-    assert facts(found) == facts(converse(kit, journal, script({})))  # type: ignore[arg-type]
-    raised, wrong = finish(kit, "raise"), finish(kit, "text")
+    assert facts(found) == facts(converse(loops, journal, script({})))  # type: ignore[arg-type]
+    raised, wrong = finish(loops, "raise"), finish(loops, "text")
     assert raised.extra == {"error": "KeyError: 'own' (own.py:8)"} and not raised.finished and raised.parts[0].response_mask.any()
     assert wrong.extra["error"].startswith("ValueError: the reward is 'high', not a finite number")
     with pytest.raises(SessionRefused, match=r"data.max_prompt_length=1:"):
-        finish(kit, "one", max_prompt=1)
+        finish(loops, "one", max_prompt=1)
 
 
 def lines_of(rng: Random) -> list[str]:
@@ -281,36 +282,36 @@ def test_a_session_that_is_repeated_at_any_message_is_bitwise_the_same_and_calls
 ) -> None:
     rng = Random(seed)
     files = ["tools", "stateful", *(["user"] if seed % 2 else [])]
-    kit, lines = AgentKit(setup(tmp_path, *files)), lines_of(rng)
+    loops, lines = AgentLoops(setup(tmp_path, *files)), lines_of(rng)
     given = task(max_tokens=rng.choice([150, 4_000]), extra_info={"interaction_kwargs": {"patience": 3}})
     model = script({0: lines})
-    calls = sys.modules[kit_module(kit)].CALLS
+    calls = sys.modules[kit_module(loops)].CALLS
     whole = Journal(given)
-    expected = converse(kit, whole, model)
+    expected = converse(loops, whole, model)
     assert isinstance(expected, Finished)
     made = len(calls)
     for most in range(len(whole.turns) + 1):
         calls.clear()
         part = Journal(given)
-        converse(kit, part, model, most=most)
+        converse(loops, part, model, most=most)
         # As a checkpoint may have it: the answer to the last turn is lost, or it is there.
         for lost in (False, True):
             journal = copy.deepcopy(part)
             if lost and most < len(whole.turns):
                 journal.turns.append(whole.turns[most])
             before, known = len(calls), len(journal.outcomes)
-            again = converse(kit, journal, model)
+            again = converse(loops, journal, model)
             assert isinstance(again, Finished) and facts(again) == facts(expected)
             assert timeless(journal.outcomes) == timeless(whole.outcomes)
             assert [turn.token_ids.tolist() for turn in journal.turns] == [turn.token_ids.tolist() for turn in whole.turns]
             # Functions that the journal knows ran before, and not again.
             assert len(calls) - before == made - adds(whole.outcomes[:known])
-    ended = converse(kit, whole, model)
+    ended = converse(loops, whole, model)
     assert isinstance(ended, Finished) and facts(ended) == facts(expected) and not ended.outcomes
 
 
-def kit_module(kit: AgentKit) -> str:
-    return str(next(tool for tool in kit.tools if tool.name == "add").function.__module__)  # type: ignore[union-attr]
+def kit_module(loops: AgentLoops) -> str:
+    return str(next(tool for tool in loops.loops.kit.tools if tool.name == "add").function.__module__)  # type: ignore[union-attr]
 
 
 def adds(outcomes: list[Any]) -> int:
@@ -324,11 +325,11 @@ def timeless(outcomes: list[Any]) -> Any:
 
 def test_a_journal_of_other_settings_is_refused(tmp_path: Path) -> None:
     journal = Journal(task())
-    converse(AgentKit(setup(tmp_path, "tools")), journal, script({0: [call("add", a=1)]}))
+    converse(AgentLoops(setup(tmp_path, "tools")), journal, script({0: [call("add", a=1)]}))
     with pytest.raises(SessionRefused, match="turn 0 of its journal answers another call"):
-        converse(AgentKit(setup(tmp_path, "tools", "stateful")), journal, script({}))
+        converse(AgentLoops(setup(tmp_path, "tools", "stateful")), journal, script({}))
     with pytest.raises(SessionRefused, match="ended before its journal"):
-        converse(AgentKit(setup(tmp_path, "tools", max_assistant_turns=1)), journal, script({}))
+        converse(AgentLoops(setup(tmp_path, "tools", max_assistant_turns=1)), journal, script({}))
 
 
 def test_names_of_loops_are_those_that_the_configuration_allows() -> None:

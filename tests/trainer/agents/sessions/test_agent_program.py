@@ -14,8 +14,9 @@ import pytest
 
 from tests.trainer.agents.sessions.scripted import call, facts, sampled, setup, task
 from trainer.agents.isolation import SessionLoop
-from trainer.agents.sessions.agent_loop import AgentKit, AgentSession, AgentSetup, SessionRefused
+from trainer.agents.sessions.agent_kit import AgentKit, AgentSetup
 from trainer.agents.sessions.agent_program import JournalDiffers, ProgramRunner
+from trainer.agents.sessions.agent_session import AgentSession, SessionRefused
 from trainer.agents.sessions.pool import AgentPool
 from trainer.agents.sessions.protocol import Finished, Journal, SampledTurn, Settled, Wanted
 

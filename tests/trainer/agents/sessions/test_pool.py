@@ -23,7 +23,8 @@ from tests.trainer.agents.sessions.scripted import (
     task,
 )  # fmt: skip
 from trainer.agents.sessions import pool as pool_module
-from trainer.agents.sessions.agent_loop import AgentKit, AgentSetup
+from trainer.agents.sessions.agent_kit import AgentSetup
+from trainer.agents.sessions.agent_loop import AgentLoops
 from trainer.agents.sessions.pool import AgentPool
 from trainer.agents.sessions.protocol import Finished, Journal, Settled, Wanted
 
@@ -71,8 +72,8 @@ def finish(pool: AgentPool, lines: Mapping[int, list[str]], **changes: Any) -> d
 
 def alone(given: AgentSetup, lines: Mapping[int, list[str]]) -> dict[int, Any]:
     """Facts of the same sessions, each by itself in this process."""
-    kit = AgentKit(given)
-    found = {id: converse(kit, Journal(task(id, prompt=f"ab {id}")), script(lines)) for id in lines}
+    loops = AgentLoops(given)
+    found = {id: converse(loops, Journal(task(id, prompt=f"ab {id}")), script(lines)) for id in lines}
     return {id: facts(answer) for id, answer in found.items() if isinstance(answer, Finished)}
 
 

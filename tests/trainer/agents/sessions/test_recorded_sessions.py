@@ -10,7 +10,7 @@ import torch
 
 from tests.trainer.agents.families import QWEN3, QWEN25, Family
 from tests.trainer.agents.sessions.scripted import Model, call, converse, facts, sampled, setup, task
-from trainer.agents.sessions.agent_loop import AgentKit
+from trainer.agents.sessions.agent_loop import AgentLoops
 from trainer.agents.sessions.protocol import Finished, Journal, SampledTurn, Task, Wanted
 from trainer.agents.sessions.recorded_sessions import RecordedAgents, RecordedSessions, record_of
 from trainer.agents.sessions.session_flow import finished_rows
@@ -47,7 +47,7 @@ async def run(session):
 Made = tuple[Finished, list[Wanted], Model]
 
 
-def run(kit: AgentKit, lines: list[str], family: Family = QWEN25) -> Made:
+def run(loops: AgentLoops, lines: list[str], family: Family = QWEN25) -> Made:
     """A session that runs user code; its calls."""
     calls: list[Wanted] = []
 
@@ -58,35 +58,35 @@ def run(kit: AgentKit, lines: list[str], family: Family = QWEN25) -> Made:
         calls.append(wanted)
         return model(wanted, turn)
 
-    found = converse(kit, Journal(task()), listened)
+    found = converse(loops, Journal(task()), listened)
     assert isinstance(found, Finished)
     return found, calls, model
 
 
 def tools(folder: Path) -> Made:
-    return run(AgentKit(setup(folder, "tools", "stateful")), [call("add", a=1), call("count", by=2), "<tool_call>{", "3"])
+    return run(AgentLoops(setup(folder, "tools", "stateful")), [call("add", a=1), call("count", by=2), "<tool_call>{", "3"])
 
 
 def parts(folder: Path) -> Made:
     """A template that drops thinking: a row per turn."""
     lines = ["<think>\nab\n</think>\n\none", "<think>\nba\n</think>\n\ntwo"]
-    return run(AgentKit(setup(folder, "user", family=QWEN3)), lines, QWEN3)
+    return run(AgentLoops(setup(folder, "user", family=QWEN3)), lines, QWEN3)
 
 
 def branches(folder: Path) -> Made:
     (folder / "own.py").write_text(BRANCHES)
-    return run(AgentKit(setup(folder, loop=f"{folder}/own.py:run")), ["one", "two", "three", "four"])
+    return run(AgentLoops(setup(folder, loop=f"{folder}/own.py:run")), ["one", "two", "three", "four"])
 
 
 def forks(folder: Path) -> Made:
     (folder / "own.py").write_text(FORKS)
-    return run(AgentKit(setup(folder, loop=f"{folder}/own.py:run")), ["one", "two", "three", "four"])
+    return run(AgentLoops(setup(folder, loop=f"{folder}/own.py:run")), ["one", "two", "three", "four"])
 
 
 def nothing(folder: Path) -> Made:
     """A session without a turn: a budget of 0 tokens."""
-    kit = AgentKit(setup(folder, "tools"))
-    found = converse(kit, Journal(task(max_tokens=0)), lambda wanted, turn: pytest.fail("no turn has room"))
+    loops = AgentLoops(setup(folder, "tools"))
+    found = converse(loops, Journal(task(max_tokens=0)), lambda wanted, turn: pytest.fail("no turn has room"))
     assert isinstance(found, Finished)
     return found, [], lambda wanted, turn: pytest.fail("no turn has room")
 
