@@ -57,7 +57,7 @@ def test_a_conversation_with_calls_is_one_exact_row(tmp_path: Path) -> None:
     # Only what the template writes around the sampled ids is added, and only sampled ids are trained, each once.
     assert part.input_ids[part.response_mask].tolist() == [id for turn in turns for id in turn.token_ids.tolist()]
     assert np.array_equal(part.rollout_log_probs[part.response_mask], np.concatenate([turn.log_probs for turn in turns]))
-    schemas = [tool.schema for tool in loops.loops.kit.tools]
+    schemas = [tool.schema for tool in loops.kit.tools]
     assert text(found) == QWEN25.seams.render(parsed(found.messages), schemas, prompt=False).removesuffix("\n")
     assert part.prompt_length == np.flatnonzero(part.response_mask)[0]
     assert found.finished and found.reward is None
@@ -311,7 +311,7 @@ def test_a_session_that_is_repeated_at_any_message_is_bitwise_the_same_and_calls
 
 
 def kit_module(loops: AgentLoops) -> str:
-    return str(next(tool for tool in loops.loops.kit.tools if tool.name == "add").function.__module__)  # type: ignore[union-attr]
+    return str(next(tool for tool in loops.kit.tools if tool.name == "add").function.__module__)  # type: ignore[union-attr]
 
 
 def adds(outcomes: list[Any]) -> int:
