@@ -63,7 +63,7 @@ class _CountingSelector(DefaultSelector):
 
     def select(self, timeout: float | None = None) -> list[tuple[SelectorKey, int]]:
         found = super().select(timeout)
-        self.work += (timeout is not None and timeout <= 0) or bool(found)
+        self.work += (timeout is not None and timeout <= 0) or any(key.fd != self._own for key, _ in found)
         return found
 
 
