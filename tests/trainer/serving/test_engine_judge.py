@@ -1,9 +1,11 @@
 """A language model on the embedded engine as judge."""
 
+import asyncio
 from contextlib import ExitStack
 from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
+from threading import Event, Thread
 
 import pytest
 import torch
@@ -16,7 +18,8 @@ from tests.reward_models import CHAT
 from tests.serving import serve_config
 from trainer.cluster.watchdog import Watchdog
 from trainer.rewards.scoring import Response, Score
-from trainer.serving.reward_server import ScoreAll, check_answers, judge, name_of
+from trainer.serving.engine_judge import start_judge
+from trainer.serving.reward_server import ScoreAll, check_answers, name_of
 
 REPLY = "Score:1"
 
@@ -53,7 +56,13 @@ def opened(path: str, run_dir: Path, stack: ExitStack, *overrides: str) -> Score
     config = serve_config(*words(path, f"trainer.default_local_dir={run_dir}", *overrides))
     assert check_serve_reward(config) == [] and name_of(config) == f"{path} as a judge"
     check_answers(config, [Response("no such source", "", None, {}, True)])
-    return judge(config, Watchdog(asdict(config.timeouts), run_dir), stack)
+    served, stopped = start_judge(config, Watchdog(asdict(config.timeouts), run_dir), stack), Event()
+    working = Thread(target=served.engine.work, args=(lambda: not stopped.is_set(),), daemon=True)
+    loop = stack.enter_context(asyncio.Runner())
+    working.start()
+    stack.callback(working.join)
+    stack.callback(stopped.set)
+    return lambda answers: loop.run(served.scores(answers))
 
 
 def answer(text: str, prompt: str = "", **extra: str) -> Response:
