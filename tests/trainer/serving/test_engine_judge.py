@@ -19,6 +19,7 @@ from tests.serving import serve_config
 from trainer.cluster.watchdog import Watchdog
 from trainer.rewards.scoring import Response, Score
 from trainer.serving.engine_judge import start_judge
+from trainer.serving.request_queue import ServerStopping
 from trainer.serving.reward_server import ScoreAll, check_answers, name_of
 
 REPLY = "Score:1"
@@ -106,6 +107,23 @@ def test_seed_of_a_sampled_reply_depends_on_the_request(tmp_path: Path) -> None:
         greedy = tmp_path / "greedy"
     with ExitStack() as stack:
         assert opened(str(tmp_path / "judge"), greedy, stack)([answer("2", "1+1")]) != [one]
+
+
+def test_requests_are_refused_when_the_engine_has_stopped(tmp_path: Path) -> None:
+    config = serve_config(*words(make_judge(tmp_path / "judge"), f"trainer.default_local_dir={tmp_path}"))
+    with ExitStack() as stack, asyncio.Runner() as loop:
+        served = start_judge(config, Watchdog(asdict(config.timeouts), tmp_path), stack)
+
+        async def asked() -> list[Score]:
+            waiting = asyncio.create_task(served.scores([answer("x", "1+1")]))
+            await asyncio.sleep(0)
+            served.engine.work(lambda: False)
+            return await waiting
+
+        with pytest.raises(ServerStopping):  # a request that waits
+            loop.run(asked())
+        with pytest.raises(ServerStopping):  # a later one
+            loop.run(served.scores([answer("x", "1+1")]))
 
 
 @pytest.mark.parametrize(
