@@ -99,9 +99,20 @@ def test_judge_reads_the_prompt_with_question_and_response(tmp_path: Path) -> No
     assert found == [Score(None, {}, f"JudgeError: the judge's reply has no `Score: X`: {reply!r}") for reply in plain]
 
 
-def test_seed_of_a_sampled_reply_depends_on_the_request(tmp_path: Path) -> None:
+def test_reply_has_no_stop_token(tmp_path: Path) -> None:
     with ExitStack() as stack:
-        score = opened(make_judge(tmp_path / "judge"), tmp_path, stack, "reward.judge.temperature=1")
+        (found,) = opened(make_judge(tmp_path / "judge", reply="nope"), tmp_path, stack)([answer("x", "1+1")])
+    assert found.error == "JudgeError: the judge's reply has no `Score: X`: 'nope'"
+
+
+def test_seed_of_a_sampled_reply_depends_on_the_request(tmp_path: Path) -> None:
+    # All tokens have the same probability after any prompt, so that equal seeds give equal replies.
+    model = AutoModelForCausalLM.from_pretrained(make_judge(tmp_path / "judge"))
+    with torch.no_grad():
+        model.lm_head.weight.zero_()
+    model.save_pretrained(tmp_path / "judge")
+    with ExitStack() as stack:
+        score = opened(str(tmp_path / "judge"), tmp_path, stack, "reward.judge.temperature=1")
         one, two = score([answer("2", "1+1"), answer("3", "1+1")])
         assert [one] == score([answer("2", "1+1")]) and one.error != two.error
         greedy = tmp_path / "greedy"
@@ -116,7 +127,8 @@ def test_requests_are_refused_when_the_engine_has_stopped(tmp_path: Path) -> Non
 
         async def asked() -> list[Score]:
             waiting = asyncio.create_task(served.scores([answer("x", "1+1")]))
-            await asyncio.sleep(0)
+            while not served.engine.unfinished:
+                await asyncio.sleep(0)
             served.engine.work(lambda: False)
             return await waiting
 
