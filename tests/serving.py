@@ -17,9 +17,9 @@ from configs.schema.serve_reward import ServeRewardConfig
 from tests.layout.source import ROOT
 from trainer.cluster.watchdog import Watchdog
 from trainer.rewards.pool.runner import RewardRunner
-from trainer.serving.listener import bound
+from trainer.serving.listener import Listener, bound
 from trainer.serving.request_queue import RequestQueue
-from trainer.serving.reward_server import RequestCounter, ScoreAll, listener_of, model, work
+from trainer.serving.reward_server import ScoreAll, app_of, model, score_queued
 
 
 def serve_config(*overrides: str) -> ServeRewardConfig:
@@ -33,16 +33,16 @@ def serving(*overrides: str, score: ScoreAll | None = None) -> Iterator[str]:
     with ExitStack() as stack:
         folder = stack.enter_context(TemporaryDirectory())
         config = serve_config(f"trainer.default_local_dir={folder}", *overrides)
-        queue, counter, stopped = RequestQueue(config.server.batch_size), RequestCounter(config.server.log_every), Event()
+        queue, stopped = RequestQueue(config.server.batch_size), Event()
         if config.model.path is not None:
             score = model(config, Watchdog(asdict(config.timeouts), Path(folder)), stack)
         elif score is None:
             rewards = RewardRunner(config.reward)
             rewards.start()
             score = rewards.score
-        words = {"is_running": lambda: not stopped.is_set()}
-        scoring = Thread(target=work, args=(queue, score, counter), kwargs=words, daemon=True)
-        listener = stack.enter_context(listener_of(stack.enter_context(bound(config.server)), queue, config, counter))
+        scoring = Thread(target=score_queued, args=(queue, score, lambda: not stopped.is_set()), daemon=True)
+        place = stack.enter_context(bound(config.server))
+        listener = stack.enter_context(Listener(place, app_of(config, queue.scores), config.server))
         scoring.start()
         yield f"{listener.url}/get_reward"
         stopped.set()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -11,13 +11,16 @@ from fastapi.responses import JSONResponse
 
 from configs.base.secrets import hidden
 from trainer.rewards.remote import openrlhf_protocol
-from trainer.rewards.scoring import Response
+from trainer.rewards.scoring import Response, Score
 from trainer.serving.request_checks import RequestError, body_of, check_sender
-from trainer.serving.request_queue import QueueClosed, RequestQueue
+from trainer.serving.request_queue import ServerStopping
+
+Scores = Callable[[Sequence[Response]], Awaitable[list[Score]]]
+"""Of the responses of a request, in order. Raises ServerStopping."""
 
 
 def reward_app(
-    queue: RequestQueue,
+    scores: Scores,
     *,
     token: str | None,
     most_bytes: int,
@@ -38,13 +41,13 @@ def reward_app(
             check_sender(request, token)
             answers = openrlhf_protocol.from_request(json.loads(await body_of(request, most_bytes)))
             check(answers)
-            return JSONResponse(openrlhf_protocol.to_reply(await queue.scores(answers)))
+            return JSONResponse(openrlhf_protocol.to_reply(await scores(answers)))
         except ValueError as error:  # no JSON, not this format, no such data source
             # Covers JSON syntax, format and unknown data sources.
             return refusal(422, str(error))
         except RequestError as error:
             return refusal(error.status, str(error))
-        except QueueClosed:
+        except ServerStopping:
             return refusal(503, "the server is stopping")
 
     @app.get("/health")

@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
+import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Any
 
-import torch
 from transformers import PreTrainedTokenizerBase
 
 from configs.schema.ppo import JudgeRewardConfig
 from configs.schema.serve_reward import ServeRewardConfig
+from trainer.cluster.launch import opened_workers
 from trainer.cluster.watchdog import Watchdog
 from trainer.data.chat import load_tokenizer, stop_token_ids
 from trainer.data.encoding import encode
 from trainer.rewards.rules.judge import JudgeError, parse, prompt
 from trainer.rewards.scoring import Response, Score
-from trainer.rollout.remote_rollout import RemoteRollout
-from trainer.rollout.responses import decode_responses
 from trainer.rollout.rollout_builder import start_engine
-from workers.batch import Batch
-from workers.controller.group import WorkerGroup
+from trainer.serving.model_engine import Generation, ModelEngine
+from trainer.serving.request_queue import ServerStopping
+from workers.roles.rollout_engines import check_installed
 from workers.rollout.base import RolloutSpec, Sampling
 from workers.seeding import seed_of
 
@@ -29,62 +31,64 @@ class EngineJudge:
 
     def __init__(
         self,
-        rollout: RemoteRollout,
+        engine: ModelEngine,
         tokenizer: PreTrainedTokenizerBase,
         config: JudgeRewardConfig,
-        sampling: Sampling,
         *,
         template_kwargs: dict[str, Any],
         longest: int,
         seed: int,
     ) -> None:
         """longest: maximum tokens of a judge prompt. seed: of the judge's replies; equal prompts get equal replies."""
-        self._rollout = rollout
+        self.engine = engine
         self._tokenizer = tokenizer
         self._config = config
-        self._sampling = sampling
         self._template_kwargs = template_kwargs
         self._longest = longest
         self._seed = seed
 
-    def score(self, answers: Sequence[Response]) -> list[Score]:
-        """One score per response, parsed from the judge's reply (see trainer.rewards.rules.judge.parse), or an error."""
-        asked = [self._question(answer) for answer in answers]
-        rows = [ids for ids in asked if not isinstance(ids, str)]
-        replies = iter(self._replies(rows) if rows else ())
-        return [Score(None, {}, ids) if isinstance(ids, str) else self._read(next(replies)) for ids in asked]
+    async def scores(self, answers: Sequence[Response]) -> list[Score]:
+        """One score per response, parsed from the judge's reply (see trainer.rewards.rules.judge.parse), or an error.
 
-    def _question(self, answer: Response) -> torch.Tensor | str:
-        """Token ids of reward.judge.prompt, filled in, as a user message: int64 (n,); or the reason why there are none."""
+        Called in the event loop. Raises ServerStopping.
+        """
+        return await asyncio.gather(*map(self._score, answers))
+
+    async def _score(self, answer: Response) -> Score:
+        ids = self._question(answer)
+        if isinstance(ids, str):
+            return Score(None, {}, ids)
+        try:
+            return Score(parse(await self._reply(ids), self._config.max_score), {}, None)
+        except JudgeError as error:
+            return Score(None, {}, f"JudgeError: {error}")
+
+    def _question(self, answer: Response) -> list[int] | str:
+        """Token ids of reward.judge.prompt, filled in, as a user message; or the reason why there are none."""
         fields = {"question": answer.prompt} | answer.extra_info
         text = prompt(self._config.prompt, answer.solution_str, answer.ground_truth, fields)
         ((_, ids),) = encode(self._tokenizer, [[{"role": "user", "content": text}]], self._template_kwargs)
         if len(ids) > self._longest:
             return f"the judge's prompt has {len(ids)} tokens, judge_engine.max_prompt_length is {self._longest}"
-        return torch.from_numpy(ids).long()
+        return ids.tolist()
 
-    def _replies(self, rows: Sequence[torch.Tensor]) -> list[str]:
-        questions = Batch(
-            lengths=torch.tensor([len(ids) for ids in rows]),
-            tokens={"input_ids": torch.cat(list(rows))},
-            rows={
-                # A function of the prompt alone: a reply does not depend on the batch that a request happens to be in.
-                "seed": torch.tensor([seed_of(self._seed, "judge", str(ids.tolist())) for ids in rows]),
-                "greedy": torch.zeros(len(rows), dtype=torch.bool),  # temperature 0 is greedy regardless
-            },
-        )
-        return decode_responses(self._rollout.generate(questions, self._sampling, 1), self._tokenizer)
-
-    def _read(self, reply: str) -> Score:
-        try:
-            return Score(parse(reply, self._config.max_score), {}, None)
-        except JudgeError as error:
-            return Score(None, {}, f"JudgeError: {error}")
+    async def _reply(self, ids: list[int]) -> str:
+        """The judge's reply, without stop token and special tokens."""
+        reply = asyncio.get_running_loop().create_future()
+        # A function of the prompt alone: a reply does not depend on the requests that the engine has at the same time.
+        seed = seed_of(self._seed, "judge", str(ids))
+        self.engine.submit([[Generation(ids, self.engine.sampling, seed, reply.set_result, reads_along=False)]])
+        update = await reply
+        if update is None:
+            raise ServerStopping
+        end = len(update.token_ids) - (update.finish_reason == "stop")
+        return str(self._tokenizer.decode(update.token_ids[:end], skip_special_tokens=True))
 
 
-def start_judge(config: ServeRewardConfig, workers: WorkerGroup, watchdog: Watchdog) -> EngineJudge:
-    """Start the judge's engine on ``workers``. Raises ValueError, one line, if model or tokenizer is missing."""
+def start_judge(config: ServeRewardConfig, watchdog: Watchdog, stack: ExitStack) -> EngineJudge:
+    """Start a judge on workers, which end with ``stack``. Raises ValueError, one line, if model or tokenizer is missing."""
     engine, judge = config.judge_engine, config.reward.judge
+    check_installed(engine.rollout.name)
     tokenizer = load_tokenizer(engine.model)
     spec = RolloutSpec(
         model=engine.model,
@@ -99,11 +103,11 @@ def start_judge(config: ServeRewardConfig, workers: WorkerGroup, watchdog: Watch
         max_tokens=judge.max_tokens,
         stop_token_ids=stop_token_ids(tokenizer, engine.model),
     )
+    engines = start_engine(stack.enter_context(opened_workers(config)), spec, watchdog, seed=config.trainer.seed)
     return EngineJudge(
-        start_engine(workers, spec, watchdog, seed=config.trainer.seed),
+        ModelEngine(engines, sampling, most=sys.maxsize),  # as many wait as with other scorers
         tokenizer,
         judge,
-        sampling,
         template_kwargs=engine.apply_chat_template_kwargs,
         longest=engine.max_prompt_length,
         seed=config.trainer.seed,

@@ -24,8 +24,9 @@ from trainer.data.encoding import Refused, token_ids
 from trainer.data.seam import Seams
 from trainer.protocols import anthropic_messages, openai_chat, openai_completions, openai_responses
 from trainer.protocols.common import BadRequest, Body, ChatCompletion, ChatRequest, Delta, Events, Head, decode_body
-from trainer.serving.model_engine import EngineClosed, Generation, ModelEngine, TooManyRequests, Update
+from trainer.serving.model_engine import Generation, ModelEngine, TooManyRequests, Update
 from trainer.serving.request_checks import RequestError, body_of, check_sender, check_token
+from trainer.serving.request_queue import ServerStopping
 from trainer.serving.response_reader import ResponseReader
 from trainer.serving.turn_splitter import TurnSplitter
 from workers.rollout.base import Sampling
@@ -138,7 +139,7 @@ def model_app(engine: ModelEngine, model: ServedModel, *, token: str, most_bytes
             return refusal(protocol, error.status, str(error))
         except TooManyRequests:
             return refusal(protocol, 429, f"{engine.most} responses run or wait; try again later")
-        except EngineClosed:
+        except ServerStopping:
             return refusal(protocol, 503, _STOPPING)
 
     for path in PROTOCOLS:
@@ -183,7 +184,7 @@ class RunningRequest:
     """The responses to one request: n to each prompt. They begin with the object."""
 
     def __init__(self, engine: ModelEngine, model: ServedModel, request: ChatRequest) -> None:
-        """Raises BadRequest, TooManyRequests, EngineClosed."""
+        """Raises BadRequest, TooManyRequests, ServerStopping."""
         prompts, n = model.prompts(request), request.sampling.n
         if n * len(prompts) > engine.most:
             raise BadRequest(f"n: {n * len(prompts)} responses are more than this server's {engine.most}", "n")
@@ -230,13 +231,13 @@ class RunningRequest:
         )
 
     async def deltas(self) -> AsyncGenerator[Delta, None]:
-        """What is new, as it is generated, until all responses have ended. Raises EngineClosed."""
+        """What is new, as it is generated, until all responses have ended. Raises ServerStopping."""
         left = len(self.readers)
         try:
             while left:
                 index, update = await self._updates.get()
                 if update is None:
-                    raise EngineClosed
+                    raise ServerStopping
                 reader = self.readers[index]
                 if reader.completion is not None:  # by a stop string; the engine had sampled on
                     continue
@@ -250,7 +251,7 @@ class RunningRequest:
             self._engine.cancel(generation.id for generation in self._generations)
 
     async def completions(self) -> list[ChatCompletion]:
-        """All responses, when they have ended. Raises EngineClosed."""
+        """All responses, when they have ended. Raises ServerStopping."""
         async with aclosing(self.deltas()) as deltas:
             async for _ in deltas:
                 pass
@@ -268,7 +269,7 @@ async def sent_events(encoder: Events, running: RunningRequest) -> AsyncIterator
                 if text:
                     yield text
         yield encoder.end()
-    except EngineClosed:
+    except ServerStopping:
         yield encoder.fail(503, _STOPPING)
 
 

@@ -17,16 +17,13 @@ import torch
 from torch import Tensor
 
 from trainer.rollout.remote_rollout import RemoteRollout, RolloutFlow
+from trainer.serving.request_queue import ServerStopping
 from workers.batch import Batch
 from workers.rollout.base import Sampling
 
 _POLL_SECONDS = 0.2  # seconds between checks that the HTTP thread is alive
 _STEPS = 4
 """Engine steps of a tick: the time until a request enters and until a client gets new tokens, against the cost of a call."""
-
-
-class EngineClosed(Exception):
-    """The server is stopping: no further tokens are generated."""
 
 
 class TooManyRequests(Exception):
@@ -83,9 +80,9 @@ class ModelEngine:
         return len(self._unfinished)
 
     def submit(self, groups: Sequence[list[Generation]]) -> None:
-        """Queue responses, in groups with the same prompt. Raises TooManyRequests, EngineClosed."""
+        """Queue responses, in groups with the same prompt. Raises TooManyRequests, ServerStopping."""
         if self._closed:
-            raise EngineClosed
+            raise ServerStopping
         if len(self._unfinished) + sum(map(len, groups)) > self.most:
             raise TooManyRequests
         self._loop = asyncio.get_running_loop()

@@ -11,8 +11,8 @@ from queue import Empty, SimpleQueue
 from trainer.rewards.scoring import Response, Score
 
 
-class QueueClosed(Exception):
-    """The server is stopping: no further requests are scored."""
+class ServerStopping(Exception):
+    """The server is stopping: what waits gets no answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,9 +34,9 @@ class RequestQueue:
         self._closed = False
 
     async def scores(self, answers: Sequence[Response]) -> list[Score]:
-        """Queue a request and await its scores; called in the event loop. Raises QueueClosed."""
+        """Queue a request and await its scores; called in the event loop. Raises ServerStopping."""
         if self._closed:
-            raise QueueClosed
+            raise ServerStopping
         waiting = QueuedRequest(answers)
         self._queue.put(waiting)
         return await asyncio.wrap_future(waiting.scores)
@@ -59,7 +59,7 @@ class RequestQueue:
         return taken
 
     def close(self, taken: Sequence[QueuedRequest]) -> None:
-        """Fail all queued requests and those in ``taken`` with QueueClosed."""
+        """Fail all queued requests and those in ``taken`` with ServerStopping."""
         # Set before the queue is drained: later requests are refused at once instead of waiting for a scorer that has ended.
         self._closed = True
         waiting = [*taken, *([] if self._next is None else [self._next])]
@@ -67,4 +67,4 @@ class RequestQueue:
             waiting.append(self._queue.get())
         for request in waiting:
             if not request.scores.done():
-                request.scores.set_exception(QueueClosed())
+                request.scores.set_exception(ServerStopping())

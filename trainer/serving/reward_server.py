@@ -1,19 +1,21 @@
 """Run a reward server: the scorer in the main thread, HTTP in a second thread.
 
 The main thread starts and calls the scorer, because time limits and signals are handled there (Watchdog.own) and its child
-processes end with it. The HTTP thread parses requests and queues them; concurrent requests are scored in one batch.
+processes end with it. The HTTP thread parses requests and queues them; concurrent requests are scored in one batch. A judge is
+a model server behind this interface: its requests enter the engines as they come.
 """
 
 from __future__ import annotations
 
 import os
-import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from configs.schema.serve_reward import ServeRewardConfig
 from trainer.cluster.watchdog import Watchdog
@@ -24,6 +26,11 @@ from trainer.serving.listener import Listener, bound, check_installed
 from trainer.serving.request_queue import RequestQueue
 from workers.controller.stop import graceful_stop
 
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+
+    from trainer.serving.app import Scores
+
 ScoreAll = Callable[[Sequence[Response]], list[Score]]
 
 _POLL_SECONDS = 0.2  # seconds between checks that the HTTP thread is alive
@@ -32,17 +39,27 @@ _POLL_SECONDS = 0.2  # seconds between checks that the HTTP thread is alive
 def run(config: ServeRewardConfig) -> None:
     """Serve until a signal arrives. Raises ValueError for user errors, before the server listens."""
     check_installed()
-    queue, counter = RequestQueue(config.server.batch_size), RequestCounter(config.server.log_every)
-    watchdog = Watchdog(asdict(config.timeouts), Path(config.trainer.default_local_dir))
     with graceful_stop(), ExitStack() as stack:
         # Bind first: an occupied port is reported before a model is loaded. The socket listens only once the scorer is ready.
         place = stack.enter_context(bound(config.server))
-        serve = judge if config.judge_engine.enable else rules if config.model.path is None else model
-        score = serve(config, watchdog, stack)
-        listener = stack.enter_context(listener_of(place, queue, config, counter))
+        scores, work = start(config, stack)
+        listener = stack.enter_context(Listener(place, app_of(config, scores), config.server))
         print(f"serving {name_of(config)} at {listener.url}/get_reward (process {os.getpid()})", flush=True)
-        work(queue, score, counter, is_running=listener.is_alive)
+        work(listener.is_alive)
         raise RuntimeError("the listener has ended")
+
+
+def start(config: ServeRewardConfig, stack: ExitStack) -> tuple[Scores, Callable[[Callable[[], bool]], None]]:
+    """Start the scorer, which ends with ``stack``. Returns what the HTTP thread awaits, and the main thread's loop."""
+    watchdog = Watchdog(asdict(config.timeouts), Path(config.trainer.default_local_dir))
+    if config.judge_engine.enable:
+        from trainer.serving.engine_judge import start_judge  # loads torch, which rules do without
+
+        judge = start_judge(config, watchdog, stack)
+        return judge.scores, judge.engine.work
+    queue = RequestQueue(config.server.batch_size)
+    score = (rules if config.model.path is None else model)(config, watchdog, stack)
+    return queue.scores, partial(score_queued, queue, score)
 
 
 def rules(config: ServeRewardConfig, watchdog: Watchdog, stack: ExitStack) -> ScoreAll:
@@ -66,18 +83,8 @@ def model(config: ServeRewardConfig, watchdog: Watchdog, stack: ExitStack) -> Sc
     return start_scorer(config, stack.enter_context(opened_workers(config)), watchdog).score
 
 
-def judge(config: ServeRewardConfig, watchdog: Watchdog, stack: ExitStack) -> ScoreAll:
-    """Start a generative judge, a language model on a rollout engine, on workers, which end with ``stack``."""
-    from trainer.cluster.launch import opened_workers  # load torch, which rules do without
-    from trainer.serving.engine_judge import start_judge
-    from workers.roles.rollout_engines import check_installed as check_engine_installed
-
-    check_engine_installed(config.judge_engine.rollout.name)
-    return start_judge(config, stack.enter_context(opened_workers(config)), watchdog).score
-
-
-def work(queue: RequestQueue, score: ScoreAll, counter: RequestCounter, *, is_running: Callable[[], bool]) -> None:
-    """Score queued requests in batches until ``is_running`` is false; requests left at the end fail with QueueClosed."""
+def score_queued(queue: RequestQueue, score: ScoreAll, is_running: Callable[[], bool]) -> None:
+    """Score queued requests in batches until ``is_running`` is false; requests left at the end fail with ServerStopping."""
     taken = []
     try:
         while is_running():
@@ -87,7 +94,6 @@ def work(queue: RequestQueue, score: ScoreAll, counter: RequestCounter, *, is_ru
                 # Scores are flat, in the order of the requests: each request takes its share from the front.
                 own, scores = scores[: len(waiting.answers)], scores[len(waiting.answers) :]
                 waiting.scores.set_result(own)
-                counter.add(own)
     finally:
         queue.close(taken)
 
@@ -112,19 +118,24 @@ class RequestCounter:
             self._since, self._before = time.monotonic(), self.counts["answers"]
 
 
-def listener_of(place: socket.socket, queue: RequestQueue, config: ServeRewardConfig, counter: RequestCounter) -> Listener:
-    """HTTP of the reward server on a bound socket."""
+def app_of(config: ServeRewardConfig, scores: Scores) -> FastAPI:
+    """HTTP of the reward server."""
     from trainer.serving.app import reward_app
 
-    server = config.server
-    app = reward_app(
-        queue,
+    server, counter = config.server, RequestCounter(config.server.log_every)
+
+    async def counted(answers: Sequence[Response]) -> list[Score]:
+        found = await scores(answers)
+        counter.add(found)
+        return found
+
+    return reward_app(
+        counted,
         token=server.token,
         most_bytes=int(server.max_request_mb * (1 << 20)),
         check=lambda answers: check_answers(config, answers),
         health=lambda: {"serves": name_of(config)} | counter.counts,
     )
-    return Listener(place, app, server)
 
 
 def check_answers(config: ServeRewardConfig, answers: Sequence[Response]) -> None:

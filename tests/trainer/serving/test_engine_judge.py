@@ -1,9 +1,11 @@
 """A language model on the embedded engine as judge."""
 
+import asyncio
 from contextlib import ExitStack
 from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
+from threading import Event, Thread
 
 import pytest
 import torch
@@ -16,7 +18,9 @@ from tests.reward_models import CHAT
 from tests.serving import serve_config
 from trainer.cluster.watchdog import Watchdog
 from trainer.rewards.scoring import Response, Score
-from trainer.serving.reward_server import ScoreAll, check_answers, judge, name_of
+from trainer.serving.engine_judge import start_judge
+from trainer.serving.request_queue import ServerStopping
+from trainer.serving.reward_server import ScoreAll, check_answers, name_of
 
 REPLY = "Score:1"
 
@@ -53,7 +57,13 @@ def opened(path: str, run_dir: Path, stack: ExitStack, *overrides: str) -> Score
     config = serve_config(*words(path, f"trainer.default_local_dir={run_dir}", *overrides))
     assert check_serve_reward(config) == [] and name_of(config) == f"{path} as a judge"
     check_answers(config, [Response("no such source", "", None, {}, True)])
-    return judge(config, Watchdog(asdict(config.timeouts), run_dir), stack)
+    served, stopped = start_judge(config, Watchdog(asdict(config.timeouts), run_dir), stack), Event()
+    working = Thread(target=served.engine.work, args=(lambda: not stopped.is_set(),), daemon=True)
+    loop = stack.enter_context(asyncio.Runner())
+    working.start()
+    stack.callback(working.join)
+    stack.callback(stopped.set)
+    return lambda answers: loop.run(served.scores(answers))
 
 
 def answer(text: str, prompt: str = "", **extra: str) -> Response:
@@ -89,14 +99,43 @@ def test_judge_reads_the_prompt_with_question_and_response(tmp_path: Path) -> No
     assert found == [Score(None, {}, f"JudgeError: the judge's reply has no `Score: X`: {reply!r}") for reply in plain]
 
 
-def test_seed_of_a_sampled_reply_depends_on_the_request(tmp_path: Path) -> None:
+def test_reply_has_no_stop_token(tmp_path: Path) -> None:
     with ExitStack() as stack:
-        score = opened(make_judge(tmp_path / "judge"), tmp_path, stack, "reward.judge.temperature=1")
+        (found,) = opened(make_judge(tmp_path / "judge", reply="nope"), tmp_path, stack)([answer("x", "1+1")])
+    assert found.error == "JudgeError: the judge's reply has no `Score: X`: 'nope'"
+
+
+def test_seed_of_a_sampled_reply_depends_on_the_request(tmp_path: Path) -> None:
+    # All tokens have the same probability after any prompt, so that equal seeds give equal replies.
+    model = AutoModelForCausalLM.from_pretrained(make_judge(tmp_path / "judge"))
+    with torch.no_grad():
+        model.lm_head.weight.zero_()
+    model.save_pretrained(tmp_path / "judge")
+    with ExitStack() as stack:
+        score = opened(str(tmp_path / "judge"), tmp_path, stack, "reward.judge.temperature=1")
         one, two = score([answer("2", "1+1"), answer("3", "1+1")])
         assert [one] == score([answer("2", "1+1")]) and one.error != two.error
         greedy = tmp_path / "greedy"
     with ExitStack() as stack:
         assert opened(str(tmp_path / "judge"), greedy, stack)([answer("2", "1+1")]) != [one]
+
+
+def test_requests_are_refused_when_the_engine_has_stopped(tmp_path: Path) -> None:
+    config = serve_config(*words(make_judge(tmp_path / "judge"), f"trainer.default_local_dir={tmp_path}"))
+    with ExitStack() as stack, asyncio.Runner() as loop:
+        served = start_judge(config, Watchdog(asdict(config.timeouts), tmp_path), stack)
+
+        async def asked() -> list[Score]:
+            waiting = asyncio.create_task(served.scores([answer("x", "1+1")]))
+            while not served.engine.unfinished:
+                await asyncio.sleep(0)
+            served.engine.work(lambda: False)
+            return await waiting
+
+        with pytest.raises(ServerStopping):  # a request that waits
+            loop.run(asked())
+        with pytest.raises(ServerStopping):  # a later one
+            loop.run(served.scores([answer("x", "1+1")]))
 
 
 @pytest.mark.parametrize(

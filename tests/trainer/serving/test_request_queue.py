@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from trainer.rewards.scoring import Response, Score
-from trainer.serving.request_queue import QueueClosed, RequestQueue
+from trainer.serving.request_queue import RequestQueue, ServerStopping
 
 
 def answers(n: int) -> list[Response]:
@@ -60,6 +60,6 @@ def test_waiting_requests_fail_when_the_queue_closes() -> None:
     taken = queue.take(1.0)
     queue.close(taken)
     thread.join(5.0)
-    assert not thread.is_alive() and [type(result) for result in results] == [QueueClosed] * 3
-    with pytest.raises(QueueClosed):
+    assert not thread.is_alive() and [type(result) for result in results] == [ServerStopping] * 3
+    with pytest.raises(ServerStopping):
         asyncio.run(queue.scores(answers(1)))
