@@ -11,8 +11,17 @@ from configs.schema.ppo import PPOConfig
 from trainer.planner.dry_run import measured
 from trainer.planner.failures import FailureCosts, intervals, save_seconds
 from trainer.planner.hardware import GpuCluster
-from trainer.planner.plan_report import FailureForecast, as_html, as_json, as_lines, run_charts, run_json, run_lines
-from trainer.planner.search import Composed, RankedPlan, alternatives
+from trainer.planner.plan_report import (
+    FailureForecast,
+    as_html,
+    as_json,
+    as_lines,
+    placement_line,
+    run_charts,
+    run_json,
+    run_lines,
+)
+from trainer.planner.search import Composed, RankedPlan, alternatives, placements
 from trainer.planner.simulation import SimulatedRun, simulate
 from trainer.planner.time_model import ResponseLengths
 
@@ -45,7 +54,7 @@ def plan(words: Sequence[str], composed: Composed, inputs: Callable[[PPOConfig],
     others = alternatives(given, overrides, count, composed)
     run = simulate(given, steps) if steps else None
     failures = failures_of(own, given, run)
-    lines = [*as_lines(given, others), *run_lines(given, run, failures)]
+    lines = [*as_lines(given, others), placement_line(placements(given, overrides, composed)), *run_lines(given, run, failures)]
     print("\n".join(lines))
     if "output" in own:
         folder = Path(own["output"])

@@ -59,6 +59,18 @@ def as_lines(plan: RankedPlan, others: Sequence[RankedPlan]) -> Iterator[str]:
         yield "no settings fit this cluster: take more GPUs, or shorter responses"
 
 
+def placement_line(placed: Sequence[RankedPlan]) -> str:
+    """The fastest placement without other overrides, against the next. placed: fastest first."""
+    if not placed:
+        return "placement: none fits with the other settings as given"
+    best = placed[0]
+    words = f"placement: {best.config.placement.layout}, {best.seconds:.3g} s a step with the other settings as given"
+    if len(placed) == 1:
+        return f"{words}; no other placement is valid and fits"
+    following = placed[1]
+    return f"{words}, against {following.seconds:.3g} s of {following.config.placement.layout}"
+
+
 def run_lines(plan: RankedPlan, run: SimulatedRun | None, failures: FailureForecast | None) -> Iterator[str]:
     """Lines on simulated steps and failures."""
     if run is not None:

@@ -38,6 +38,8 @@ MARGIN = 0.95
 """Fraction of a GPU that a plan may use: torch's allocator fragments (docs/performance.md)."""
 SHARES = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 """Values of gpu_memory_utilization."""
+LAYOUTS = ("colocate_all", "colocate_pairs", "split")
+"""Placements that need no sizes of pools."""
 TUNED = ("max_token_len_per_gpu", "gpu_memory_utilization", "_offload")
 """Ends of keys by which two plans of a list do not differ alone."""
 
@@ -154,6 +156,21 @@ def alternatives(plan: RankedPlan, words: Sequence[str], count: int, composed: C
         if not any(untuned(candidate) == untuned(other) for other in found) and accepted(candidate, words, composed):
             found.append(candidate)
     return found
+
+
+def placements(plan: RankedPlan, words: Sequence[str], composed: Composed) -> list[RankedPlan]:
+    """The command on all GPUs in each placement that is valid and fits, with no other override, fastest first."""
+    found = []
+    for layout in dict.fromkeys((plan.config.placement.layout, *LAYOUTS)):
+        placed = changed(plan, {"placement.layout": layout})
+        try:
+            # Composed, not replaced: sizes that were not typed are clamped to the pools, as they would be in the run.
+            candidate = RankedPlan(composed([*words, *as_words(placed)]), plan.cluster, plan.shapes, plan.lengths, placed)
+        except ConfigError:
+            continue
+        if candidate.fits:
+            found.append(candidate)
+    return sorted(found, key=lambda candidate: candidate.seconds)
 
 
 def untuned(plan: RankedPlan) -> Overrides:

@@ -18,7 +18,8 @@ from trainer.planner import search
 from trainer.planner.hardware import GpuCluster, load_hardware
 from trainer.planner.memory_estimate import estimate
 from trainer.planner.memory_model import Shape
-from trainer.planner.search import RankedPlan, alternatives, as_words, best_pairs, candidates, counts, ranked
+from trainer.planner.plan_report import placement_line
+from trainer.planner.search import RankedPlan, alternatives, as_words, best_pairs, candidates, counts, placements, ranked
 from trainer.planner.time_model import ResponseLengths
 
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -189,3 +190,31 @@ def test_nothing_fits_a_gpu_that_is_too_small() -> None:
 def test_larger_clusters_have_all_numbers_of_smaller_ones() -> None:
     assert counts(18) == [*range(1, 17), 18]
     assert all({*counts(n)} <= {*counts(n + 1)} and counts(n)[-1] > n / (1 + 1 / 8) for n in range(1, 300))
+
+
+def test_placements_differ_in_nothing_else_and_the_fastest_is_first() -> None:
+    one = plan("1x4xH100", "1.5b", "algorithm.use_kl_in_reward=false", "actor_rollout_ref.actor.use_kl_loss=false")
+    line = words(one.cluster, "algorithm.use_kl_in_reward=false", "actor_rollout_ref.actor.use_kl_loss=false")
+    found = placements(one, line, composed)
+    # Pairs need a critic or a reward model.
+    assert {other.config.placement.layout for other in found} == {"colocate_all", "split"}
+    assert all(other.overrides.keys() <= {"placement.layout"} for other in found)
+    assert found[0].seconds == min(other.seconds for other in found)
+    layouts = [other.config.placement.layout for other in found]
+    assert placement_line(found) == (
+        f"placement: {layouts[0]}, {found[0].seconds:.3g} s a step with the other settings as given, "
+        f"against {found[1].seconds:.3g} s of {layouts[1]}"
+    )
+
+
+def test_one_gpu_leaves_no_placement_to_choose() -> None:
+    one = plan("1x1xH100", "0.5b")
+    found = placements(one, words(one.cluster), composed)
+    assert [other.config.placement.layout for other in found] == ["colocate_all"]
+    assert placement_line(found).endswith("; no other placement is valid and fits")
+
+
+def test_a_placement_that_does_not_fit_is_not_named() -> None:
+    one = plan("1x2xL40S")
+    assert placements(one, words(one.cluster), composed) == []
+    assert placement_line([]) == "placement: none fits with the other settings as given"
