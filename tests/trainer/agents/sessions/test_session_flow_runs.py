@@ -207,6 +207,7 @@ def test_run_resumes_bitwise_in_mid_conversation(
         assert max(gaps) < 1e-5, "of tokens that the present weights sampled"
 
 
+@pytest.mark.soak
 def test_lora_trains_conversations_exactly_and_resumes(task: Path, tmp_path: Path) -> None:
     """The engine has the adapter's weights in step 2, in which log-probs are equal again. Validation has conversations too."""
     lora = ("actor_rollout_ref.model.lora_rank=4", "actor_rollout_ref.actor.optim.lr=1e-2", "trainer.total_training_steps=2")
@@ -277,7 +278,10 @@ def test_run_with_an_environment_trains_its_rewards_and_resumes(name: str, task:
 
 @pytest.mark.parametrize(
     ("mode", "program"),
-    [("partial", "line"), ("partial", "wide"), *(pytest.param("async", one, marks=pytest.mark.soak) for one in ("line", "wide"))],
+    [
+        ("partial", "wide"),
+        *(pytest.param(*one, marks=pytest.mark.soak) for one in (("partial", "line"), ("async", "line"), ("async", "wide"))),
+    ],
 )
 def test_run_with_a_program_trains_what_it_was_served_and_resumes_bitwise(
     mode: str, program: str, task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
