@@ -101,7 +101,8 @@ def not_a_number(draw: random.Random, key: str, value: str) -> Broken:
 
 
 def no_value(draw: random.Random, key: str, value: str) -> Broken:
-    if key in LEAVES and plain(key) in (int, float, bool):
+    # verl reads an empty use_kl_loss as false.
+    if key in LEAVES and plain(key) in (int, float, bool) and key != f"{ACTOR}.use_kl_loss":
         yield f"{key}=", f'{key}=""', "must be"
 
 

@@ -588,7 +588,9 @@ def test_servers_receive_conversations_with_the_prompt_that_has_their_tools(monk
     sampler.rewards = RemoteRewards(["http://localhost:1"], compose("ppo_trainer", PPOConfig, ()).reward.remote)
     monkeypatch.setattr(sampler.rewards, "submit", lambda answers, keys: sent.update(zip(keys, answers, strict=True)))
     prompts = [Prompt(uid, (uid,), "1+1", "mine", "2", {}, [{"role": "user", "content": "1+1"}]) for uid in (0, 0, 1)]
-    facts: list[dict[str, Any]] = [{"reward": None, "extra": {"num_turns": 2}}] * 2 + [{"reward": 0.5, "extra": {}}]
+    turns = [*prompts[0].messages, {"role": "assistant", "content": "45"}]
+    facts: list[dict[str, Any]] = [{"reward": None, "extra": {"num_turns": 2}, "messages": turns}] * 2
+    facts += [{"reward": 0.5, "extra": {}, "messages": turns}]
     rows = Batch(
         lengths=torch.tensor([len(row) for row in ids]),
         tokens={"input_ids": torch.tensor([token for row in ids for token in row])},
@@ -606,6 +608,7 @@ def test_servers_receive_conversations_with_the_prompt_that_has_their_tools(monk
     ((key, response),) = sent.items()
     assert key == first and (response.prompt, response.written, response.solution_str) == ("T1+12", "45", "45")
     assert response.ids == ids[1] and response.extra_info == {"num_turns": 2}
+    assert response.messages == turns and response.whole
 
 
 class LastTokens:
