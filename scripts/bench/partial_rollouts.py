@@ -24,7 +24,7 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -131,14 +131,9 @@ class MeasuredEngine(SimulatedEngine):
         return interrupted.with_meta({"seconds": self._clock() - start, "sequence_seconds": 0.0})
 
     def decode_steps(self, before: Points) -> Points:
-        """Median seconds of the decode steps since the last call. before: those of ``costs``, scaled where too few were taken."""
+        """Seconds of the decode steps since the last call; before: those of ``costs``."""
         taken, self._decoding = self._decoding, defaultdict(list)
-        nearby = {n: [s for n2, all_of in taken.items() if 0.9 * n <= n2 <= 1.1 * n for s in all_of] for n, _ in before}
-        known = {n: median(seconds) for n, seconds in nearby.items() if len(seconds) >= FEWEST}
-        if not known:
-            return before
-        slower = median(known[n] / seconds for n, seconds in before if n in known)
-        return tuple((n, known.get(n, slower * seconds)) for n, seconds in before)
+        return decode_points(taken, before)
 
     def costs(self) -> dict[str, Any]:
         """Measured a, b, c, d and decode of Settings; a and b by least squares over a few numbers of sequences. Steps of few
@@ -188,6 +183,19 @@ class MeasuredEngine(SimulatedEngine):
         start = self._clock()
         self.rollout.step()
         return self._clock() - start
+
+
+def decode_points(taken: Mapping[int, Sequence[float]], before: Points) -> Points:
+    """Median seconds of decode steps at the numbers of sequences of ``before``; where too few were taken, scaled from there.
+
+    taken: seconds of steps by number of sequences, those within a tenth count.
+    """
+    nearby = {n: [s for at, seconds in taken.items() if 0.9 * n <= at <= 1.1 * n for s in seconds] for n, _ in before}
+    known = {n: median(seconds) for n, seconds in nearby.items() if len(seconds) >= FEWEST}
+    if not known:
+        return before
+    slower = median(known[n] / seconds for n, seconds in before if n in known)
+    return tuple((n, known.get(n, slower * seconds)) for n, seconds in before)
 
 
 def forced(request: SimulatedRequest, ids: Sequence[int], seed: int) -> Request:

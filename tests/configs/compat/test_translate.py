@@ -323,3 +323,11 @@ def test_memory_limit_of_verls_sandbox_sets_that_of_code_rewards() -> None:
     assert command.overrides == ("reward.code.memory_limit_mb=2048",)
     config, *_ = compose_with_notes("ppo_trainer", PPOConfig, ["reward.sandbox_fusion.memory_limit_mb=null"])
     assert config.reward.code.memory_limit_mb == 1024
+
+
+def test_random_sampler_of_verls_examples_shuffles_whatever_was_set() -> None:
+    name = "data.sampler.class_name"
+    words = [f"{name}=RandomCurriculumSampler", "data.shuffle=false"]
+    assert normalise(words, PPOConfig, "ppo_trainer").overrides == ("data.shuffle=true",)
+    with pytest.raises(ConfigError, match=f"{name}=Mine: data.shuffle and data.seed define the order"):
+        normalise([f"{name}=Mine"], PPOConfig, "ppo_trainer")
