@@ -87,10 +87,12 @@ def check_continuation(engine: Rollout, temperature: float) -> None:
     assert (len(longest.token_ids), longest.finish_reason) == (2, "length")
 
 
-def check_new_tokens(engine: Rollout, give: Callable[[int], object]) -> None:
+def check_new_tokens(engine: Rollout, give: Callable[[int], object]) -> set[int]:
     """What ``new_tokens`` returns is each token once, with the version of the weights that it was sampled with.
 
     give: loads or shares weights of a version. Engines that return tokens of running requests late have them when weights change.
+    Returns the versions of the longest response: 5, 6 and 7, but fewer where an engine that generates at its own pace had finished
+    it before this process changed the weights.
     """
     lengths = {0: 9, 1: 60, 2: 240}  # far apart: an engine of its own pace is still at the next one when weights change
     asked = [request(id, (2 + id, 3), temperature=0.0, ignore_eos=True, max_tokens=length) for id, length in lengths.items()]
@@ -114,7 +116,8 @@ def check_new_tokens(engine: Rollout, give: Callable[[int], object]) -> None:
         assert whole[: len(seen[completion.id])] == seen[completion.id]
         assert list(completion.versions) == sorted(completion.versions)
     longest = next(completion for completion in done if completion.id == 2)
-    assert seen[2] and set(longest.versions) == {5, 6, 7}
+    assert set(longest.versions) <= {5, 6, 7} and (bool(seen[2]) or len(set(longest.versions)) == 1)
+    return set(longest.versions)
 
 
 def check_weights_that_do_not_fit(engine: Rollout, model: PreTrainedModel) -> None:

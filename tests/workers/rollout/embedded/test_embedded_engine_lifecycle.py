@@ -192,7 +192,7 @@ def test_tied_weights_may_come_under_one_name_or_both(names: str, tmp_path: Path
 
 def test_new_tokens_are_returned_once_with_their_version(model: PreTrainedModel) -> None:
     engine = make_engine(model, max_model_len=LENGTH, slots=4)
-    check_new_tokens(engine, lambda version: engine.load_weights(model.named_parameters(), version))
+    assert check_new_tokens(engine, lambda version: engine.load_weights(model.named_parameters(), version)) == {5, 6, 7}
 
 
 def test_running_responses_continue_with_new_weights(model: PreTrainedModel) -> None:

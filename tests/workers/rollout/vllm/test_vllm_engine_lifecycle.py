@@ -149,7 +149,7 @@ def test_abort_gives_what_there_is(engine: VLLMRollout) -> None:
 
 
 def test_new_tokens_are_returned_once_with_their_version(engine: VLLMRollout, model: PreTrainedModel) -> None:
-    check_new_tokens(engine, lambda version: engine.load_weights(model.named_parameters(), version))
+    assert check_new_tokens(engine, lambda version: engine.load_weights(model.named_parameters(), version)) == {5, 6, 7}
 
 
 def test_running_responses_continue_with_new_weights(engine: VLLMRollout, model: PreTrainedModel) -> None:
