@@ -75,6 +75,7 @@ def fsdp_config(dtype: str = "float32", **changes: Any) -> FSDPConfig:
         "dtype": dtype,
         "reshard_after_forward": True,
         "use_no_sync_for_gradient_accumulation": False,
+        "use_torch_compile": False,
         "param_offload": False,
         "optimizer_offload": False,
         "fsdp_size": -1,

@@ -107,6 +107,7 @@ class LoneEngine:
     offload: bool = False
     pieces: int = 1
     optimizer_offload: bool = False
+    compiled: bool = False
 
     def build(self, folder: Path) -> fsdp.FSDPEngine:
         """Build the engine in a new process group; weights are generated on the device. folder: an empty directory."""
@@ -120,8 +121,8 @@ class LoneEngine:
         )  # fmt: skip
         sharding = FSDPConfig(
             model_dtype=self.model_dtype, dtype=self.dtype, reshard_after_forward=True,
-            use_no_sync_for_gradient_accumulation=False, param_offload=False, optimizer_offload=self.optimizer_offload,
-            fsdp_size=-1, ulysses_sequence_parallel_size=1,
+            use_no_sync_for_gradient_accumulation=False, use_torch_compile=self.compiled, param_offload=False,
+            optimizer_offload=self.optimizer_offload, fsdp_size=-1, ulysses_sequence_parallel_size=1,
         )  # fmt: skip
         cuda = self.device == "cuda"
         if not cuda:

@@ -67,6 +67,7 @@ def main() -> None:
         "--longest", type=int, default=256, help="longest response; the mean is a quarter of it (default: %(default)s)"
     )
     parser.add_argument("--recompute", action="store_true", help="recompute layers in the backward")
+    parser.add_argument("--compile", action="store_true", help="fsdp_config.use_torch_compile: layers and language head")
     parser.add_argument("--chunk", type=int, default=None, help="of positions, in the language head (default: the engine's)")
     parser.add_argument("--entropy", choices=("sampled", "full"), help="also measure an update with the entropy")
     parser.add_argument("--groups", nargs="+", metavar="PROMPTxRESPONSE", help="measure shared prompts of these lengths instead")
@@ -174,7 +175,8 @@ def measure(args: argparse.Namespace, shape: str, dtype: str) -> dict[str, Any]:
     products, total = Products(args, shape, dtype), rows.total_tokens
     with tempfile.TemporaryDirectory() as folder:
         engine = LoneEngine(
-            shape=shape, device=args.device, model_dtype=args.model_dtype, dtype=dtype, recompute=args.recompute
+            shape=shape, device=args.device, model_dtype=args.model_dtype, dtype=dtype, recompute=args.recompute,
+            compiled=args.compile,
         ).build(Path(folder))  # fmt: skip
         seen = count_tokens(engine)
         parts: dict[str, list[Seconds]] = {"forward": [], "f+b": [], "update": []}

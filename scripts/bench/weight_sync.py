@@ -181,6 +181,7 @@ def trainer_spec(spec: RolloutSpec) -> EngineSpec:
         dtype="float32",
         reshard_after_forward=True,
         use_no_sync_for_gradient_accumulation=False,
+        use_torch_compile=False,
         param_offload=False,
         optimizer_offload=False,
         fsdp_size=-1,

@@ -87,9 +87,9 @@ def test_every_leaf_of_training_has_a_comment_of_its_own() -> None:
     assert [key for key in keys_of(PPOConfig).leaves if not written[key].comment] == []
 
 
-def test_training_has_at_most_407_keys() -> None:
+def test_training_has_at_most_408_keys() -> None:
     """Counted by keys_of: lines of the YAML that set a value."""
-    assert len(keys_of(PPOConfig).leaves) <= 407
+    assert len(keys_of(PPOConfig).leaves) <= 408
     assert set(described(CONFIG_DIR / "ppo_trainer.yaml")) == set(keys_of(PPOConfig).leaves)
 
 

@@ -56,7 +56,7 @@ SAFE_TO_CHANGE = (
     "*.forward_micro_batch_size_per_gpu", "*.forward_max_token_len_per_gpu",
     "data.micro_batch_size_per_gpu", "data.max_token_len_per_gpu", "*.enable_gradient_checkpointing",
     "*.enable_activation_offload", "*.tiled_mlp.enabled", "*.tiled_mlp.num_shards",
-    "*.reshard_after_forward", "*.use_no_sync_for_gradient_accumulation",
+    "*.reshard_after_forward", "*.use_no_sync_for_gradient_accumulation", "*.use_torch_compile",
     "*.param_offload", "*.grad_offload", "*.optimizer_offload", "*.strategy",
     "*.megatron.tensor_model_parallel_size", "*.megatron.pipeline_model_parallel_size",
     "*.megatron.virtual_pipeline_model_parallel_size", "*.megatron.context_parallel_size", "*.megatron.sequence_parallel",

@@ -3,11 +3,16 @@
 At V = 152k the logits take more memory than anything else. They are computed one chunk of positions at a time and recomputed in
 the backward: three matrix products instead of two, and the memory of one chunk instead of all positions (measured: 605 MB instead
 of 2978 at V 152k, T 1k, in the same time).
+
+What follows a chunk's product is elementwise or a sum over the vocabulary. One kernel per operation reads and writes about 80
+bytes per logit in a train step; compiled (``fused``), about 16, since logits in float32 are never written.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -15,6 +20,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear
+
+from workers.determinism import compiled
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,16 +80,19 @@ def head_log_probs(
     want_entropy: bool,
     chunk: int | None = None,
     shard: VocabShard | None = None,
+    fused: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """log_softmax(hidden @ weight.T / temperature) at ``targets`` and, optionally, the entropy of the distribution in nats.
 
     hidden (N, H), weight (V, H), bias (V,), targets int64 (N,) -> log_probs (N,), entropy (N,) or None. The product is computed
     in the dtype of ``hidden``, everything after it in float32 (float64 for float64). Both results are differentiable once.
     chunk: positions per chunk, in both directions; None: chosen by V and H. shard: weight and bias are these rows of the full
-    head; then collective over its group.
+    head; then collective over its group. fused: compile what follows the products; without effect on a shard, whose collectives
+    are in between.
     """
     chunks = (chunk, chunk) if chunk is not None else (chunk_size(weight.shape[0]), backward_chunk_size(*weight.shape))
-    log_probs, entropy = _HeadLogProbs.apply(hidden, weight, bias, targets, temperature, want_entropy, chunks, shard)
+    fused = fused and shard is None
+    log_probs, entropy = _HeadLogProbs.apply(hidden, weight, bias, targets, temperature, want_entropy, chunks, shard, fused)
     return log_probs, entropy if want_entropy else None
 
 
@@ -158,7 +168,12 @@ def _summed(parts: Tensor, shard: VocabShard | None) -> Tensor:
 
 def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float) -> Tensor:
     """(C, H) -> (C, V), divided by the temperature, at least in float32."""
-    logits = linear(hidden, weight, bias).to(_accurate(hidden.dtype))
+    return _scaled(linear(hidden, weight, bias), temperature)
+
+
+def _scaled(product: Tensor, temperature: float) -> Tensor:
+    """Divide by the temperature, at least in float32; in place if ``product`` is as wide."""
+    logits = product.to(_accurate(product.dtype))
     return logits if temperature == 1.0 else logits.div_(temperature)
 
 
@@ -167,25 +182,66 @@ def _accurate(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def _d_logits(ctx: Any, part: slice, d_log_probs: Tensor, d_entropy: Tensor) -> Tensor:
-    """Gradient of the logits (C, V), computed in place of the logits: one buffer without entropy, two with it.
+Found = tuple[Tensor, Tensor, Tensor | None]
+"""Normaliser, log-prob of the target, and entropy of each position: (C,) each."""
 
-    With p the distribution and H its entropy: d_logits = -p (d_log_probs + d_entropy (log p + H)) + d_log_probs at the target.
+
+def _forward_chunk(product: Tensor, targets: Tensor, temperature: float, want_entropy: bool, shard: VocabShard | None) -> Found:
+    """product: hidden @ weight.T + bias, (C, V); the caller gives it up, and it is freed or overwritten. targets: int64 (C,)."""
+    logits = _scaled(product, temperature)
+    del product
+    normaliser = _logsumexp(logits, shard)
+    log_probs = _at(logits, targets, shard) - normaliser
+    if not want_entropy:
+        return normaliser, log_probs, None
+    # In place, so only after the target's logit was read.
+    log_p = logits.sub_(normaliser[:, None])
+    return normaliser, log_probs, -_summed(log_p.exp().mul_(log_p).sum(-1), shard)
+
+
+def _backward_chunk(
+    product: Tensor,
+    targets: Tensor,
+    normaliser: Tensor,
+    entropy: Tensor | None,
+    d_log_probs: Tensor,
+    d_entropy: Tensor | None,
+    temperature: float,
+    shard: VocabShard | None,
+    of_bias: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """Gradient of the product (C, V), in its dtype, and with ``of_bias`` of the bias (V,).
+
+    Computed in place of the logits: one buffer without entropy, two with it. With p the distribution and H its entropy:
+    d_logits = -p (d_log_probs + d_entropy (log p + H)) + d_log_probs at the target.
+    product: see _forward_chunk. entropy, d_entropy: None if the entropy has no gradient.
     """
-    hidden, weight, bias, targets, normaliser, entropy = ctx.saved_tensors
-    log_p = _logits(hidden[part], weight, bias, ctx.temperature).sub_(normaliser[part, None])
-    if ctx.want_entropy:
+    dtype, log_p = product.dtype, _scaled(product, temperature).sub_(normaliser[:, None])
+    del product
+    if entropy is not None and d_entropy is not None:
         p = log_p.exp()
-        p.mul_(log_p.add_(entropy[part, None]).mul_(d_entropy[:, None]).add_(d_log_probs[:, None]))
+        p.mul_(log_p.add_(entropy[:, None]).mul_(d_entropy[:, None]).add_(d_log_probs[:, None]))
     else:
         p = log_p.exp_().mul_(d_log_probs[:, None])
-    rows = targets[part]
-    if ctx.shard is not None:
-        # The 1[y] of a token in another shard is added by the rank that holds its row.
-        rows, mine = ctx.shard.local(rows)
-        d_log_probs = d_log_probs.where(mine, 0.0)
-    d_logits = p.neg_().scatter_add_(1, rows[:, None], d_log_probs[:, None])
-    return d_logits if ctx.temperature == 1.0 else d_logits.div_(ctx.temperature)
+    if torch.compiler.is_compiling():
+        # A scatter would split the kernel in two, with p in float32 written and read in between.
+        here = torch.arange(p.shape[1], device=p.device) == targets[:, None]
+        d_logits = torch.where(here, d_log_probs[:, None] - p, -p)
+    else:
+        if shard is not None:
+            # The 1[y] of a token in another shard is added by the rank that holds its row.
+            targets, mine = shard.local(targets)
+            d_log_probs = d_log_probs.where(mine, 0.0)
+        d_logits = p.neg_().scatter_add_(1, targets[:, None], d_log_probs[:, None])
+    if temperature != 1.0:
+        d_logits = d_logits.div_(temperature)
+    return d_logits.to(dtype), d_logits.sum(0) if of_bias else None
+
+
+@cache
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Compiled once per process, for any number of positions: the last chunk is shorter."""
+    return compiled(function)
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
@@ -214,22 +270,22 @@ class _HeadLogProbs(torch.autograd.Function):
         want_entropy: bool,
         chunks: tuple[int, int],
         shard: VocabShard | None,
+        fused: bool,
     ) -> tuple[Tensor, Tensor]:
         chunk, ctx.chunk = chunks
         log_probs = hidden.new_zeros(len(hidden), dtype=_accurate(hidden.dtype))
         normaliser, entropy = torch.zeros_like(log_probs), torch.zeros_like(log_probs)
+        run = _compiled(_forward_chunk) if fused else _forward_chunk
         for start in range(0, len(hidden), chunk):
             part = slice(start, start + chunk)
-            logits = _logits(hidden[part], weight, bias, temperature)
-            normaliser[part] = _logsumexp(logits, shard)
-            log_probs[part] = _at(logits, targets[part], shard) - normaliser[part]
-            if want_entropy:
-                # In place, so only after the target's logit was read.
-                log_p = logits.sub_(normaliser[part, None])
-                entropy[part] = -_summed(log_p.exp().mul_(log_p).sum(-1), shard)
+            # The product has no name here: it is freed as soon as the logits are there.
+            found = run(linear(hidden[part], weight, bias), targets[part], temperature, want_entropy, shard)
+            normaliser[part], log_probs[part] = found[:2]
+            if found[2] is not None:
+                entropy[part] = found[2]
         # One number per position instead of (N, V) logits: with the normaliser a chunk's distribution can be recomputed.
         ctx.save_for_backward(hidden, weight, bias, targets, normaliser, entropy)
-        ctx.temperature, ctx.want_entropy, ctx.shard = temperature, want_entropy, shard
+        ctx.temperature, ctx.want_entropy, ctx.shard, ctx.fused = temperature, want_entropy, shard, fused
         if not want_entropy:
             ctx.mark_non_differentiable(entropy)
         return log_probs, entropy
@@ -238,18 +294,28 @@ class _HeadLogProbs(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, d_log_probs: Tensor, d_entropy: Tensor) -> tuple[Tensor | None, ...]:
         """Accumulate gradients chunk by chunk: d log p[y] / d logits = 1[y] - p, d H / d logits = -p (log p + H)."""
-        hidden, weight, bias, *_ = ctx.saved_tensors
+        hidden, weight, bias, targets, normaliser, entropy = ctx.saved_tensors
         d_hidden = torch.empty_like(hidden)
         accurate = _accurate(hidden.dtype)
         # Accumulate over chunks in float32 whatever the head's dtype.
         d_weight = torch.zeros_like(weight, dtype=accurate) if ctx.needs_input_grad[1] else None
         d_bias = torch.zeros_like(bias, dtype=accurate) if ctx.needs_input_grad[2] else None
+        run = _compiled(_backward_chunk) if ctx.fused else _backward_chunk
         for start in range(0, len(hidden), ctx.chunk):
             part = slice(start, start + ctx.chunk)
-            d_logits = _d_logits(ctx, part, d_log_probs[part], d_entropy[part])
-            if d_bias is not None:
-                d_bias += d_logits.sum(0)
-            d_logits = d_logits.to(hidden.dtype)
+            d_logits, of_bias = run(
+                linear(hidden[part], weight, bias),
+                targets[part],
+                normaliser[part],
+                entropy[part] if ctx.want_entropy else None,
+                d_log_probs[part],
+                d_entropy[part] if ctx.want_entropy else None,
+                ctx.temperature,
+                ctx.shard,
+                d_bias is not None,
+            )
+            if d_bias is not None and of_bias is not None:
+                d_bias += of_bias
             # With a shard a partial sum: the caller adds it up over the group, once for all chunks.
             d_hidden[part] = d_logits @ weight
             if d_weight is not None:
@@ -257,4 +323,4 @@ class _HeadLogProbs(torch.autograd.Function):
             del d_logits  # free (C, V) before the next chunk allocates its own
         d_weight = None if d_weight is None else d_weight.to(weight.dtype)
         d_bias = None if d_bias is None else d_bias.to(bias.dtype)
-        return d_hidden, d_weight, d_bias, None, None, None, None, None
+        return d_hidden, d_weight, d_bias, None, None, None, None, None, None

@@ -1,11 +1,13 @@
 """The chunked head against the plain formula."""
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from scripts.bench.memory import Alive
@@ -52,6 +54,28 @@ def test_equals_log_softmax(chunk: int, with_bias: bool, temperature: float) -> 
     grads = [torch.autograd.grad((lp * direction).sum() + (h * direction.flip(0)).sum(), leaves) for lp, h in (actual, reference)]
     for our, their in zip(*grads, strict=True):
         torch.testing.assert_close(our, their, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("want_entropy", [False, True])
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_fused_head_is_equal(temperature: float, want_entropy: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Captured as for a GPU, and run by torch's own kernels; chunks of 4 and 3 positions share their graphs."""
+    logprob._compiled.cache_clear()
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager", fullgraph=True))
+    hidden, weight, bias, targets = inputs(7, 13, 5)
+    direction = torch.linspace(-1.0, 2.0, 7, dtype=torch.float64)
+    found = []
+    for fused in (False, True):
+        counters.clear()
+        log_probs, entropy = head_log_probs(
+            hidden, weight, bias, targets, temperature=temperature, want_entropy=want_entropy, chunk=4, fused=fused
+        )
+        total = (log_probs * direction).sum() + (0 if entropy is None else (entropy * direction.flip(0)).sum())
+        found.append([log_probs, *torch.autograd.grad(total, (hidden, weight, bias)), *([] if entropy is None else [entropy])])
+    assert counters["stats"]["unique_graphs"] == 2
+    for our, their in zip(*found, strict=True):
+        torch.testing.assert_close(our, their, rtol=1e-12, atol=1e-12)
+    logprob._compiled.cache_clear()
 
 
 @pytest.mark.parametrize("want_entropy", [False, True])

@@ -91,8 +91,8 @@ def check_new_tokens(engine: Rollout, give: Callable[[int], object]) -> set[int]
     """What ``new_tokens`` returns is each token once, with the version of the weights that it was sampled with.
 
     give: loads or shares weights of a version. Engines that return tokens of running requests late have them when weights change.
-    Returns the versions of the longest response: 5, 6 and 7, but fewer where an engine that generates at its own pace had finished
-    it before this process changed the weights.
+    Returns the versions of the longest response: 5, 6 and 7, but fewer where an engine that generates at its own pace had
+    finished it before this process changed the weights.
     """
     lengths = {0: 9, 1: 60, 2: 240}  # far apart: an engine of its own pace is still at the next one when weights change
     asked = [request(id, (2 + id, 3), temperature=0.0, ignore_eos=True, max_tokens=length) for id, length in lengths.items()]

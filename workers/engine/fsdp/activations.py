@@ -50,6 +50,7 @@ def tile_mlps(model: PackedModel, shards: int) -> None:
         mlp.forward = partial(_tiled, mlp, mlp.forward, shards)
 
 
+@torch.compiler.disable
 def _tiled(mlp: nn.Module, run: Run, shards: int, x: Tensor) -> Tensor:
     """MLP in tiles: x (1, T, H) -> (1, T, H).
 

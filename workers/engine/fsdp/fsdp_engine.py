@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from configs.schema.common import FSDPConfig
@@ -25,7 +24,18 @@ from workers.batch import Batch
 from workers.engine.base import EngineMesh, EngineSpec, Loss, Saved, TrainEngine, Weights
 from workers.engine.fsdp.activations import keep_inputs_on_host, tile_mlps
 from workers.engine.fsdp.sharded_adamw import ShardedAdamW, global_norm
-from workers.engine.fsdp.sharding import copies, device_mesh, fill, full, like, local, parts, recompute_layers, shard
+from workers.engine.fsdp.sharding import (
+    compile_layers,
+    copies,
+    device_mesh,
+    fill,
+    full,
+    like,
+    local,
+    parts,
+    recompute_layers,
+    shard,
+)
 from workers.engine.hf.checkpoint import ADAPTER, Shard, load_sharded, save_shard
 from workers.engine.hf.hf_model import (
     DTYPES,
@@ -102,8 +112,9 @@ class FSDPEngine(TrainEngine):
     def _build(self) -> tuple[PackedModel, PreTrainedModel | None]:
         """Build the sharded model and, on rank 0, its meta-device twin, which defines how transformers would write it.
 
-        The order matters. The adapter's parameters must exist before ``shard`` shards the layers. Recomputation is set up before
-        ``shard``, whose hooks must run outside of it. Memory is allocated after sharding, for shards only.
+        The order matters. The adapter's parameters must exist before ``shard`` shards the layers. Recomputation repeats compiled
+        layers, so it is set up after their compilation, and before ``shard``, whose hooks must run outside of it. Memory is
+        allocated after sharding, for shards only.
         """
         model, fsdp, head = self.spec.model, self.fsdp, self.spec.head
         dtype = DTYPES[fsdp.model_dtype]
@@ -127,6 +138,8 @@ class FSDPEngine(TrainEngine):
                 sharded, initial_model, weights, model, trained=trained, seed=self.spec.seed
             )
             given |= initial_weights
+        if fsdp.use_torch_compile:
+            compile_layers(sharded)
         if model.enable_gradient_checkpointing:
             recompute_layers(sharded)
         if model.enable_activation_offload:
@@ -206,8 +219,8 @@ class FSDPEngine(TrainEngine):
                 total = total + added
             # No division by micro-batches or ranks: loss_weight was computed over the whole mini-batch.
             total.backward()
-            # A single micro-batch has nothing to add up, and unsharded gradients accumulate in float32.
-            if len(plan) > 1 and not self._reduces_last_only:
+            # A single micro-batch has nothing to add up, and FSDP accumulates unsharded gradients in float32.
+            if len(plan) > 1 and not (self._reduces_last_only and isinstance(self._model, FSDPModule)):
                 self._sum_in_float32(sums)
         for name in list(sums):
             # pop(): each float32 sum is freed as soon as its gradient is cast.
@@ -217,11 +230,11 @@ class FSDPEngine(TrainEngine):
     def _sum_in_float32(self, sums: dict[str, Tensor]) -> None:
         """Move the gradients of parameters narrower than float32 into ``sums``.
 
-        FSDP would accumulate micro-batches in the dtype of the parameters, and a bfloat16 sum loses addends 256 times smaller
-        than itself.
+        FSDP and autograd accumulate micro-batches in the dtype of the parameters, and a bfloat16 sum loses addends 256 times
+        smaller than itself.
         """
         for name, param in self._params.items():
-            if param.grad is not None and param.dtype.itemsize < torch.float32.itemsize and isinstance(param, DTensor):
+            if param.grad is not None and param.dtype.itemsize < torch.float32.itemsize:
                 shard, param.grad = local(param.grad), None
                 sums[name] = sums[name].add_(shard) if name in sums else shard.float()
 

@@ -63,6 +63,8 @@ class PackedModel(nn.Module):
         super().__init__()
         self.hf = hf
         self.head = head
+        self.fused = False
+        """Whether the language head is compiled, see head_log_probs."""
         body: PreTrainedModel = hf.base_model  # type: ignore[assignment] # a property without a type
         routed = "router_logits" in (body._can_record_outputs or {})
         self.top_k: int | None = hf.config.get_text_config().to_dict().get("num_experts_per_tok") if routed else None
@@ -140,7 +142,9 @@ class PackedModel(nn.Module):
         lm_head = self.hf.get_output_embeddings()
         weight, bias = lm_head.weight, lm_head.bias
         want_entropy = "entropy" in outputs
-        log_probs, entropy = head_log_probs(before, weight, bias, targets, temperature=temperature, want_entropy=want_entropy)
+        log_probs, entropy = head_log_probs(
+            before, weight, bias, targets, temperature=temperature, want_entropy=want_entropy, fused=self.fused
+        )
         found = {"log_probs": log_probs} if entropy is None else {"log_probs": log_probs, "entropy": entropy}
         if "sampled_entropy" in outputs:
             assert entropy_at is not None, "see TrainEngine.train_step"

@@ -102,6 +102,7 @@ def _ends(lengths: Sequence[int], device: torch.device) -> Ends:
     return torch.tensor([0, *lengths]).cumsum(0).to(device, torch.int32), max(lengths)
 
 
+@torch.compiler.disable
 def packed_attention(
     module: torch.nn.Module,
     query: Tensor,
@@ -119,8 +120,9 @@ def packed_attention(
     """Attention function registered with transformers: query (1, heads, T, D), key and value (1, kv heads, T, D).
 
     T counts the tokens that this rank computes. Returns (1, T, heads, D), and None for attention weights. Dropout is never
-    applied. sliding_window: a token attends to itself and the ``sliding_window - 1`` before it. Raises ValueError for anything
-    but plain attention over complete rows: a mask of the model's own, capped scores, sinks.
+    applied. Layers may be compiled up to here and from here on: only this function reads sizes of rows, which differ from one
+    micro-batch to the next. sliding_window: a token attends to itself and the ``sliding_window - 1`` before it. Raises ValueError
+    for anything but plain attention over complete rows: a mask of the model's own, capped scores, sinks.
     """
     if attention_mask is not None or softcap is not None or s_aux is not None:
         raise ValueError(f"{type(module).__name__}: packed attention supports no masks, score caps or sinks of a model's own")

@@ -1,0 +1,100 @@
+"""Compiled layers and heads: the same numbers, and graphs that serve every micro-batch.
+
+The graphs are captured as on a GPU, and run by torch's own kernels: no C++ compiler is needed. Code that is really generated is a
+soak test.
+"""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+from configs.schema.common import TiledMLPConfig
+from tests.workers.engine.fsdp.cases import shards, train
+from tests.workers.engine.toy import ToyLoss, ValueLoss, cut, distance, gradients, toy_batch, toy_engine
+from workers.engine.logprob import _compiled
+
+LENGTHS = [4, 30, 1, 17, 30, 2]
+TILED = {"tiled_mlp": TiledMLPConfig(enabled=True, num_shards=4)}
+
+
+@pytest.fixture(autouse=True)
+def captured(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[None]:
+    """Graphs are captured anew in each test, and, but for soak tests, not translated to C++."""
+    _compiled.cache_clear()
+    torch.compiler.reset()
+    counters.clear()
+    if request.node.get_closest_marker("soak") is None:
+        monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    yield
+    _compiled.cache_clear()
+    torch.compiler.reset()
+
+
+def pair(make: Callable[..., Any], **options: Any) -> tuple[Any, Any]:
+    return make(**options), make(**options, use_torch_compile=True)
+
+
+@pytest.mark.parametrize(
+    ("model", "head", "options"),
+    [
+        ("qwen2", "lm", {}),
+        ("llama", "lm", TILED),
+        ("qwen3", "value", {"enable_gradient_checkpointing": True, "enable_activation_offload": True}),
+        ("window", "lm", {"enable_gradient_checkpointing": True}),
+    ],
+    ids=["kept", "tiled", "on the host", "recomputed"],
+)
+def test_gradients_are_equal(group: None, models: dict[str, str], model: str, head: str, options: dict[str, Any]) -> None:
+    (share,), (plan,) = cut(toy_batch(LENGTHS, dtype=torch.float64), 1, max_tokens=50)
+    loss = ToyLoss() if head == "lm" else ValueLoss()
+    plain, compiled = pair(partial(toy_engine, models[model], head, dtype="float64"), **options)
+    assert len(plan) > 1
+    assert distance(gradients(compiled, share, plan, loss), gradients(plain, share, plan, loss)) < 1e-12
+    assert counters["stats"]["unique_graphs"] > 0
+
+
+def test_layers_share_graphs_that_serve_every_micro_batch(group: None, models: dict[str, str]) -> None:
+    """Under FSDP's hooks, which gather and cast parameters: bfloat16 computed from float32."""
+    options = {"dtype": "bfloat16", "model_dtype": "float32", "enable_gradient_checkpointing": True}
+    plain, compiled = pair(partial(toy_engine, models["qwen2"]), **options)
+    graphs = []
+    for lengths in ([40, 3, 25, 11, 60, 18], [7, 7, 7, 50], [33], [20, 19, 18, 17, 16, 15, 14]):
+        (share,), (plan,) = cut(toy_batch(lengths), 1, max_tokens=80)
+        for engine in (plain, compiled):
+            engine.train_step(share, plan, ToyLoss())
+        graphs.append(counters["stats"]["unique_graphs"])
+    # Of a layer: up to attention (norm; projections and rotary embedding) and after it (projection; the rest). Of the head: two.
+    assert 0 < graphs[0] <= 8 and graphs[-1] == graphs[0]
+    apart = max(float((weight - shards(plain)[name]).abs().max()) for name, weight in shards(compiled).items())
+    assert apart < 1e-3
+
+
+@pytest.mark.soak
+def test_generated_code_gives_the_same_gradient(group: None, models: dict[str, str]) -> None:
+    (share,), (plan,) = cut(toy_batch(LENGTHS), 1, max_tokens=50)
+    plain, compiled = pair(partial(toy_engine, models["qwen3"]), enable_gradient_checkpointing=True)
+    assert distance(gradients(compiled, share, plan, ToyLoss()), gradients(plain, share, plan, ToyLoss())) < 1e-5
+
+
+def test_experts(group: None, models: dict[str, str]) -> None:
+    (share,), (plan,) = cut(toy_batch(LENGTHS, dtype=torch.float64), 1, max_tokens=50)
+    plain, compiled = pair(partial(toy_engine, models["experts"], dtype="float64"))
+    assert distance(gradients(compiled, share, plan, ToyLoss()), gradients(plain, share, plan, ToyLoss())) < 1e-10
+
+
+def test_adapter_is_switched_off_for_the_reference(group: None, models: dict[str, str]) -> None:
+    batch = toy_batch(LENGTHS, dtype=torch.float64)
+    (share,), (plan,) = cut(batch, 1, max_tokens=50)
+    found = []
+    for engine in pair(partial(toy_engine, models["qwen2"], dtype="float64"), lora_rank=2):
+        before = engine.forward(share, plan, {"log_probs"})
+        train(engine, range(3))
+        found.append([engine.forward(share, plan, {"log_probs"}, adapter=adapter) for adapter in (True, False)] + [before])
+    for plain, compiled in zip(*found, strict=True):
+        assert torch.allclose(compiled.tokens["log_probs"], plain.tokens["log_probs"], atol=1e-10)
+    trained, base, before = (one.tokens["log_probs"] for one in found[1])
+    assert torch.allclose(base, before, atol=1e-10) and not torch.allclose(trained, base, atol=1e-4)
