@@ -148,6 +148,13 @@ def test_a_smaller_variant_of_a_gpu_has_its_own_memory(tmp_path: Path, monkeypat
     assert cluster_of(config_of(tmp_path)).hardware.memory == pytest.approx(85e9, rel=0.01)
 
 
+def test_no_gpu_is_left_idle_where_fewer_would_be_faster(h100: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = cluster_of(config_of(tmp_path))
+    slow = replace(cluster, hardware=replace(cluster.hardware, link=1e6, memory=1e12))
+    monkeypatch.setattr(auto_placement, "cluster_of", lambda config: slow)
+    assert planned(config_of(tmp_path), ())[0].trainer.n_gpus_per_node == 4
+
+
 def test_lengths_are_those_of_an_earlier_run_in_the_directory(h100: None, tmp_path: Path) -> None:
     line = {"training/global_step": 1, "prompt_length/mean": 100.0, "response_length/mean": 300.0, "response_length/max": 900.0}
     (tmp_path / "metrics.jsonl").write_text(json.dumps(line) + "\n")
@@ -204,11 +211,11 @@ def test_the_largest_error_names_the_rates_that_decide_the_phase(
     compared = PlanError(config)
     step = {"timing_s/step": 30.0, "timing_s/gen": 29.0, "timing_s/update_actor": 0.02, "timing_s/sync": 0.01}
     step |= {"prompt_length/mean": 7.0, "response_length/mean": 5.0, "response_length/max": 8.0}
-    found = [compared(n, step if n > 1 else step | {"timing_s/step": 1e6}) for n in range(1, 8)]
+    found = [compared(n, step | {"timing_s/step": 10.0 * n if n > 1 else 1e6}) for n in range(1, 8)]
     assert [bool(metrics) for metrics in found] == [False, False, False, False, True, False, False]
     assert -1 < found[4]["plan/error"] < -0.9
     note = capfd.readouterr().err
-    assert "note: plan: a step took 30 s, " in note and "largest error: timing_s/gen 29 s, " in note
+    assert "note: plan: a step took 35 s, " in note and "largest error: timing_s/gen 29 s, " in note
     assert "measure decode, decode_row and decode_layer of configs/hardware/cpu.yaml" in note
 
 
