@@ -253,6 +253,17 @@ def test_a_large_data_set_is_tokenised_once_and_its_prompts_are_the_same(
             data.check_tokens(largest)
 
 
+def test_a_token_outside_the_vocabulary_is_found_behind_dropped_rows(large: Path, make: Any) -> None:
+    given = rows([33, 12, 12])
+    given[2]["prompt"][0]["content"] = "~"
+    for lazy in (False, True):
+        data = make(given, max_prompt_length=20, filter_overlong_prompts=True)
+        assert data.is_lazy == lazy and len(data) == 2
+        with pytest.raises(ValueError, match=r"row 2: the prompt contains token"):
+            data.check_tokens(max(data[1].prompt_ids))
+        data.check_tokens(max(data[1].prompt_ids) + 1)
+
+
 def test_sizes_of_other_content_rows_template_or_tokenizer_are_not_used(
     large: Path, make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -154,7 +154,9 @@ def test_what_waits_can_be_aborted(engine: SGLangRollout) -> None:
 
 def test_new_tokens_are_returned_once_with_their_version(engine: SGLangRollout, model: PreTrainedModel) -> None:
     """On a busy machine SGLang may finish every response while this process waits for a core: another attempt then."""
-    attempts = (check_new_tokens(engine, lambda version: engine.load_weights(model.named_parameters(), version)) for _ in range(8))
+    attempts = (
+        check_new_tokens(engine, lambda version: engine.load_weights(model.named_parameters(), version)) for _ in range(8)
+    )
     assert any(versions == {5, 6, 7} for versions in attempts)
 
 
