@@ -61,7 +61,7 @@ def _cuts(config: PPOConfig, notes: list[str]) -> PPOConfig:
     model is split does not change results.
     """
     actor, ref, critic = config.actor_rollout_ref.actor, config.actor_rollout_ref.ref, config.critic
-    if config.placement.layout != "colocate_all" or actor.strategy != "megatron":
+    if config.placement.rule != "colocate_all" or actor.strategy != "megatron":
         return config
     of_actor = asdict(actor.megatron)
     cuts = {name: of_actor[name] for name in CUT}

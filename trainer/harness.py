@@ -43,16 +43,20 @@ from workers.controller.group import WorkerGroup
 from workers.controller.logs import announce
 
 Config = PPOConfig | SupervisedConfig
+Figures = Callable[[int, Mapping[str, float]], dict[str, float]]
+"""(step, its metrics) -> further metrics of the step."""
 
 
-def run(config: Config, attempt: Callable[[RunLifecycle], None], loggers: Sequence[Logger] = ()) -> None:
+def run(
+    config: Config, attempt: Callable[[RunLifecycle], None], loggers: Sequence[Logger] = (), figures: Figures | None = None
+) -> None:
     """Run ``attempt`` in the locked run directory, again after a failure that a restart can fix, and write the final report.
 
-    loggers: additional to those of ``trainer.logger``.
+    loggers: additional to those of ``trainer.logger``. figures: computes further metrics of a complete step.
     """
     run_dir = Path(config.trainer.default_local_dir)
     with owner_only(config.trainer.private), locked(run_dir, "trainer.default_local_dir"):
-        lifecycle = RunLifecycle(config.trainer, run_dir, loggers)
+        lifecycle = RunLifecycle(config.trainer, run_dir, loggers, figures)
         try:
             run_with_restarts(lifecycle, lambda: attempt(lifecycle), quiet=not config.ray_kwargs.ray_init.get("log_to_driver"))
         finally:
@@ -183,6 +187,8 @@ class Trainer:
         """
         self.step = step
         self.metrics |= self.health.skipped_updates.report(step) | self.saver.figures()
+        if self.lifecycle.figures is not None:
+            self.metrics |= self.lifecycle.figures(step, self.metrics)
         self.tracker.log(self.metrics, step)
         return self.health.check(step, self.metrics)
 

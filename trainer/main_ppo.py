@@ -1,6 +1,7 @@
 """python -m trainer.main_ppo: reinforcement learning with PPO, GRPO and their kin."""
 
 from configs.schema.ppo import PPOConfig
+from trainer.cli.auto_placement import plan_error, planned
 from trainer.cli.preflight import check_ppo_config, ppo_inputs
 from trainer.cli.program import Program
 
@@ -13,7 +14,7 @@ def run(config: PPOConfig, notices: list[str]) -> None:
         return
     from trainer.ppo.ppo_builder import run
 
-    run(config, notices)
+    run(config, notices, figures=plan_error(config))
 
 
 def plan(config: PPOConfig) -> None:
@@ -51,6 +52,7 @@ PROGRAM = Program(
     run=run,
     inputs=ppo_inputs,
     plan=plan,
+    settle=planned,
 )
 
 main = PROGRAM.main

@@ -13,7 +13,7 @@ from annotated_types import Gt, Le
 from configs.base.keys import ConfigError, did_you_mean
 from configs.schema.common import Positive, WorkersConfig
 
-Layout = Literal["colocate_all", "colocate_pairs", "split", "custom"]
+Layout = Literal["auto", "colocate_all", "colocate_pairs", "split", "custom"]
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
@@ -42,6 +42,13 @@ class PlacementConfig:
     layout: Layout
     pools: dict[str, PoolConfig]
     roles: PlacedRolesConfig
+
+    @property
+    def rule(self) -> Layout:
+        """The layout by which roles are placed: with auto, the pools that the planner chose, or one pool until it has."""
+        if self.layout == "auto":
+            return "custom" if self.pools else "colocate_all"
+        return self.layout
 
 
 ROLES = ("actor", "ref", "critic", "reward", "rollout")
@@ -103,8 +110,8 @@ class Placement:
 def place(config: PlacementConfig, trainer: WorkersConfig, roles: Collection[str]) -> Placement:
     """Place the pools. roles: the roles of the run, including the actor. Raises ConfigError with one line."""
     roles = [role for role in ROLES if role in roles]
-    members = _custom(config, roles) if config.layout == "custom" else _members(config, roles)
-    if config.layout == "colocate_all":
+    members = _custom(config, roles) if config.rule == "custom" else _members(config, roles)
+    if config.rule == "colocate_all":
         size, sizes = (trainer.nnodes, trainer.n_gpus_per_node), trainer.sizes
         return Placement((Pool(WHOLE, tuple(roles), *size, fraction=1.0, first_node=0, first_gpu=0, sizes=sizes),))
     pools = _seated(config.pools, members, trainer) if config.pools else _equal(config.layout, members, trainer)
@@ -113,7 +120,7 @@ def place(config: PlacementConfig, trainer: WorkersConfig, roles: Collection[str
 
 def _members(config: PlacementConfig, roles: Collection[str]) -> dict[str, tuple[str, ...]]:
     """{pool: roles} of a layout with fixed pools."""
-    layout = config.layout
+    layout = config.rule
     for role, named in asdict(config.roles).items():
         if named is not None:
             raise ConfigError(

@@ -2,12 +2,15 @@
 
     python scripts/bench/planning.py backtest                     # docs/gpu.json: steps by phase on one and two GPUs
     python scripts/bench/planning.py layouts --hardware cpu       # measured here, on the CPU: minutes
+    python scripts/bench/planning.py memory                       # measured here, on the CPU: minutes
     python scripts/bench/planning.py published                    # published.json: figures of other systems, from their own pages
     python scripts/bench/planning.py backtest --docs docs/planning.md
 
 backtest composes every row of scripts/gpu/rows.py that docs/gpu.json has a time of, as it was run, and predicts its phases.
 layouts runs steps of small models by scripts/bench/step.py in several layouts. CPU seconds of all processes are compared, because
-the machine may be shared: the predicted ones are the sum of each phase over the workers of its pool. published predicts how long
+the machine may be shared: the predicted ones are the sum of each phase over the workers of its pool. memory runs a model of 84M
+in several layouts and compares the peak of each worker's anonymous memory, less what the process had before it had a model, with
+the dry run's estimate; freed memory is returned to the system at once. published predicts how long
 this trainer would take with the settings of another system's published run. Its Megatron has no expert parallelism; for runs that
 had it, the exchange of tokens between experts is added here.
 """
@@ -20,27 +23,32 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import combinations, product
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import transformers
 
 from configs.compose import compose
 from configs.schema.ppo import PPOConfig
+from configs.validation.batches import roles_of
 from configs.validation.placement import placement_of
 from configs.validation.rollout import world_size
 from scripts.bench.shapes import SHAPES
 from scripts.bench.step import Workload, arguments, make_task, medians, run_tandem
+from scripts.bench.step_picture import RETURNED_AT_ONCE
 from scripts.gpu.attempt import Attempt, Failed, Machine
 from scripts.gpu.driver import Gpu
 from scripts.gpu.rows import BY_NAME
 from trainer.planner.hardware import GpuCluster, Hardware, load_hardware
+from trainer.planner.memory_estimate import estimate
 from trainer.planner.memory_model import Shape
 from trainer.planner.step_time import FORWARD, phase_times, schedule, step_seconds
 from trainer.planner.time_model import Communicator, ResponseLengths
+from trainer.ppo.ppo_builder import wants_critic
 from trainer.run.run_dir import write_atomic
 
 ROOT = Path(__file__).parents[2]
@@ -69,6 +77,8 @@ TINY = Workload(
     vocab=320,
     steps=3,
 )
+# Long rows in one micro-batch, so that activations count.
+LONG = replace(LARGE, n=4, prompts=2, prompt_length=64, response_length=192, steps=1)
 ACTOR = "actor_rollout_ref.actor"
 TWO = ("trainer.n_gpus_per_node=2",)
 MEGATRON = tuple(
@@ -89,10 +99,21 @@ LAYOUTS: dict[str, tuple[Workload, tuple[str, ...]]] = {
     "84M, one worker": (LARGE, ()),
 }  # fmt: skip
 
+RECOMPUTED = ("actor_rollout_ref.model.enable_gradient_checkpointing=true", "critic.model.enable_gradient_checkpointing=true")
+MEMORY: dict[str, tuple[Workload, tuple[str, ...]]] = {
+    "84M, one worker": (LONG, ()),
+    "84M, one worker, recomputed": (LONG, RECOMPUTED),
+    "84M, one worker, micro-batches of 512": (LONG, (f"{ACTOR}.ppo_max_token_len_per_gpu=512",)),
+    "84M, FSDP over two": (LONG, TWO),
+    "84M, Ulysses 2, recomputed": (LONG, (*TWO, *RECOMPUTED, f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size=2")),
+    "84M, split in two": (LONG, LAYOUTS["3.39M, split"][1]),
+    "84M, critic": (replace(LONG, algorithm="ppo"), ()),
+}
+
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("backtest", "layouts", "published"))
+    parser.add_argument("what", choices=("backtest", "layouts", "memory", "published"))
     parser.add_argument("--hardware", default="cpu", help="of layouts (default: %(default)s)")
     parser.add_argument("--records", type=Path, default=Path("layouts.jsonl"), help="measured layouts are not run again")
     parser.add_argument("--only", nargs="+", default=None, help="rows or layouts whose name contains one of these")
@@ -102,6 +123,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.what == "layouts":
         hardware = load_hardware(args.hardware)
         print(layouts_table([layout(name, hardware, args.records) for name in chosen(LAYOUTS, args.only)]))
+        return
+    if args.what == "memory":
+        print(memory_table([row for name in chosen(MEMORY, args.only) for row in memory(name)]))
         return
     if args.what == "published":
         print(published_table([*published(args.only)]))
@@ -255,13 +279,50 @@ def layout(name: str, hardware: Hardware, records: Path) -> dict[str, Any]:
     return {"name": name, "cpu": (record["cpu_s"], predicted["cpu"]), "wall": (record["wall_s"], predicted["step"])}
 
 
+def memory(name: str) -> Iterator[dict[str, Any]]:
+    """Bytes of the fullest worker of each pool: before it has a model, at its peak less that, and predicted with its phase."""
+    work, overrides = MEMORY[name]
+    with tempfile.TemporaryDirectory() as temporary, mock.patch.dict(os.environ, RETURNED_AT_ONCE, BENCH_MEMORY="1"):
+        folder = Path(temporary)
+        task = make_task(work, folder, seed=0)
+        run_tandem(work, task, folder / "run", overrides)
+        found = [json.loads(file.read_text()) for file in folder.glob("memory_*")]
+        config = compose("ppo_trainer", PPOConfig, [*arguments(work, task, folder / "run"), *overrides])
+        shape = model_shape(config.actor_rollout_ref.model.path)
+    has_critic = wants_critic(config)
+    place = placement_of(config, has_critic=has_critic)
+    uses = [*estimate(config, place, dict.fromkeys(roles_of(config, has_critic=has_critic), shape), None)]
+    for pool in place.pools:
+        here = [worker for worker in found if {*worker["roles"]} & {*pool.roles}]
+        most = max((use for use in uses if use.pool == pool.name), key=lambda use: use.bytes or 0.0)
+        before = max(worker["before"] for worker in here)
+        peak = max(worker["peak"] - worker["before"] for worker in here)
+        row = {"name": name, "pool": pool.name, "before": before, "measured": peak, "predicted": most.bytes, "phase": most.phase}
+        print(json.dumps(row), file=sys.stderr, flush=True)
+        yield row
+
+
+def memory_table(rows: Sequence[dict[str, Any]]) -> str:
+    lines = ["| layout, pool | process, MB | peak above it, MB | predicted | in | error |", "|---|---|---|---|---|---|"]
+    for row in rows:
+        before, measured, predicted = (1e-6 * row[key] for key in ("before", "measured", "predicted"))
+        error = f"{predicted / measured - 1:+.1%}"
+        lines.append(
+            f"| {row['name']}: {row['pool']} | {before:.0f} | {measured:.0f} | {predicted:.0f} | {row['phase']} | {error} |"
+        )
+    return "\n".join(lines)
+
+
+def model_shape(path: str) -> Shape:
+    settings = transformers.AutoConfig.from_pretrained(path).to_dict()
+    head = settings.get("head_dim") or settings["hidden_size"] // settings["num_attention_heads"]
+    return Shape.of(settings | {"head_dim": head})
+
+
 def predict(words: Sequence[str], work: Workload, hardware: Hardware) -> dict[str, Any]:
     config = compose("ppo_trainer", PPOConfig, words)
     place = placement_of(config, has_critic=False)
-    settings = transformers.AutoConfig.from_pretrained(config.actor_rollout_ref.model.path).to_dict()
-    shape = Shape.of(
-        settings | {"head_dim": settings.get("head_dim") or settings["hidden_size"] // settings["num_attention_heads"]}
-    )
+    shape = model_shape(config.actor_rollout_ref.model.path)
     shapes = {ACTOR: shape, "actor_rollout_ref.ref": shape}
     phases = phase_times(
         config, place, shapes, hardware, ResponseLengths(work.prompt_length, work.response_length, work.response_length)

@@ -13,7 +13,7 @@ from trainer.run.run_dir import read_metrics
 
 PREFIXES = (
     "actor", "critic", "train", "val", "val-core", "val-aux", "reward", "rollout", "rollout_corr", "training",
-    "response_length", "prompt_length", "perf", "timing_s", "timing_per_token_ms",
+    "response_length", "prompt_length", "perf", "plan", "timing_s", "timing_per_token_ms",
 )  # fmt: skip
 NAME = re.compile(rf"(?:{'|'.join(PREFIXES)})/[\w…@/-]+")
 SUFFIXES = ("", "/mean", "_p50")

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from configs.base.keys import ConfigError
 from configs.compose import compose_with_notes
 from configs.schema.ppo import PPOConfig
+from trainer.cli.auto_placement import plan_error, planned
 from trainer.cli.preflight import check_ppo_config, ppo_inputs
 from trainer.run.run_status import last_metrics, objective_of
 
@@ -98,7 +99,8 @@ def _run(config: PPOConfig, typed: frozenset[str], notes: list[str], callbacks: 
     for key, value in (("trainer.dry_run", trainer.dry_run), ("trainer.replay.mode", trainer.replay.mode)):
         if value is not None:
             raise ValueError(f"{key}={value}: not in run_ppo, which trains; python -m trainer.main_ppo does it")
-    notes += check_ppo_config(config, typed)
+    config, settled = planned(config, typed)
+    notes = [*notes, *settled, *check_ppo_config(config, typed)]
     for note in notes:
         print(f"note: {note}", file=sys.stderr)
     if problems := list(ppo_inputs(config)):
@@ -109,7 +111,7 @@ def _run(config: PPOConfig, typed: frozenset[str], notes: list[str], callbacks: 
     # Imported after all checks: it loads torch and Ray.
     from trainer.ppo.ppo_builder import run
 
-    run(config, notes, [_Calls(callbacks)])
+    run(config, notes, [_Calls(callbacks)], plan_error(config))
     run_dir = Path(trainer.default_local_dir)
     objective = None if trainer.objective is None else objective_of(run_dir, trainer.objective)
     result = RunResult(run_dir, last_metrics(run_dir), objective)

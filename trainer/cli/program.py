@@ -72,8 +72,7 @@ Flags
   --info                  print where it comes from
   --config-dir DIR        more groups and recipes; with --config-name NAME
                           a whole configuration of your own
-  -m, --multirun          a job for each of key=1,2, in its own directory;
-                          again: those that are left
+  -m, --multirun          a job for each of key=1,2; again: those that are left
 {dry_runs}"""
 DRY_RUNS = {
     "config": "  trainer.dry_run=config  check the configuration, start nothing",
@@ -91,7 +90,8 @@ class Program(Generic[Config]):
     name: its module. about: paragraph for --help. root: its YAML in configs/. often_used: keys for --help. examples: command
     lines without the program. check: (config, typed keys) -> warnings for the user. run: executes the program, given these
     warnings, and imports what is heavy. inputs: problems of the files that a configuration names, one line each; evaluated
-    before run. plan: executed for trainer.dry_run=full; None: the program has no plan.
+    before run. plan: executed for trainer.dry_run=full; None: the program has no plan. settle: (config, typed keys) -> the
+    config with values that depend on the machine, and notes; called before check.
 
     check and run raise ValueError or FileNotFoundError for errors that the user can fix; run also raises CheckFailed and Stopped.
     """
@@ -106,6 +106,7 @@ class Program(Generic[Config]):
     run: Callable[[Config, list[str]], None]
     inputs: Callable[[Config], Iterable[str]] = lambda config: ()
     plan: Callable[[Config], None] | None = None
+    settle: Callable[[Config, Collection[str]], tuple[Config, list[str]]] = lambda config, typed: (config, [])
 
     def main(self) -> None:
         """Run with the words of the command line, and exit with the exit code."""
@@ -168,33 +169,34 @@ class Program(Generic[Config]):
         before = None
         try:
             loaded = load(tree, self.schema, command.typed)
-            trainer = loaded.config.trainer
-            full_traceback = trainer.full_traceback
+            full_traceback = loaded.config.trainer.full_traceback
+            config, settled = self.settle(loaded.config, command.typed)
+            trainer = config.trainer
             if trainer.dry_run == "full" and self.plan is None:
                 raise ConfigError(f"trainer.dry_run=full: {self.name} has no plan to show; take trainer.dry_run=config")
-            warnings = [*command.notes, *loaded.notes, *self.check(loaded.config, command.typed)]
+            warnings = [*command.notes, *loaded.notes, *settled, *self.check(config, command.typed)]
             for note in warnings:
                 print(f"note: {note}", file=sys.stderr)
             if trainer.dry_run == "config":
                 print(f"configuration is fine: {in_words(trainer)}run directory {trainer.default_local_dir}")
                 return JobEnd(0, None)
             if trainer.dry_run is None and isinstance(trainer, RunConfig):
-                config = asdict(loaded.config)  # type: ignore[call-overload]
+                plain = asdict(config)  # type: ignore[call-overload]
                 if point is not None:
-                    before = earlier(config, trainer, point)
-                elif (step := nothing_left(config)) is not None:
+                    before = earlier(plain, trainer, point)
+                elif (step := nothing_left(plain)) is not None:
                     print(f"the run in {trainer.default_local_dir} ended with step {step}: {NOTHING_LEFT}")
                     return JobEnd(0, "finished")
             finished = before is not None and before.status == "finished"
             # A finished trial does not need its inputs any more.
-            if not finished and (problems := list(self.inputs(loaded.config))):
+            if not finished and (problems := list(self.inputs(config))):
                 raise ConfigError("\n".join(problems))
         except ValueError as error:
             return JobEnd(complain(*str(error).splitlines(), full_traceback=full_traceback), "failed")
         began, code = time.perf_counter(), 0
         status: Status = "finished"
         if not finished:
-            code, status = self.attempt(loaded.config, warnings)
+            code, status = self.attempt(config, warnings)
         if trainer.dry_run == "full":
             return JobEnd(code, None)
         seconds = before.seconds if before is not None and finished else time.perf_counter() - began

@@ -1,4 +1,8 @@
-"""Prompt dataset of RL training, tokenised when it is constructed, and the stream of its prompts in rounds."""
+"""Prompt dataset of RL training, and the stream of its prompts in rounds.
+
+All prompts are tokenised when the data set is constructed, to find those that are too long. Of a large data set the sizes are
+cached, and when they are found, prompts are tokenised as they are drawn.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +10,15 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from configs.load import untyped
 from configs.schema.ppo import DataConfig, PromptConfig
-from trainer.data.encoding import Messages, encode_all, truncate
+from trainer.data.encoding import Encoded, Messages, SizeCache, encode, encode_all, sizes_of, truncate
 from trainer.data.files import Rows, value_of
 from trainer.data.order import DataOrder, draw
+from trainer.data.processes import MANY
 from trainer.run.user_code import describe, load_class
 
 
@@ -37,7 +43,10 @@ class Prompt:
 
 
 class PromptDataset:
-    """Prompts of one or several files with at most ``data.max_prompt_length`` tokens. n_rows: number of rows in the files."""
+    """Prompts of one or several files with at most ``data.max_prompt_length`` tokens.
+
+    n_rows: number of rows in the files. is_lazy: prompts are tokenised as they are drawn.
+    """
 
     def __init__(
         self,
@@ -74,36 +83,46 @@ class PromptDataset:
         uids = draw(len(self._rows), max_samples, seed, config.shuffle)
         if not uids:
             raise ValueError(f"max_samples={max_samples} leaves no prompt; use -1 for all rows")
-        column = self._rows.column(config.prompt_key)
-        # The default of 1 stands for a number chosen by the size of the data (None), not for a single process.
-        configured = config.filter_overlong_prompts_workers if config.filter_overlong_prompts else 1
-        workers = configured if configured > 1 else None
-        encoded = encode_all(tokenizer, [column[uid] for uid in uids], config.apply_chat_template_kwargs, workers)
-        for uid, (_, ids) in zip(uids, encoded, strict=True):
-            if not len(ids):
-                raise ValueError(f"{self._rows.where(uid)}: the prompt is empty; remove the row")
-        long = [uid for uid, (_, ids) in zip(uids, encoded, strict=True) if len(ids) > config.max_prompt_length]
-        if long:
+        self._tokenizer, self._config = tokenizer, config
+        cache = None
+        if isinstance(self._rows, Rows) and len(uids) >= MANY:
+            # The largest token id is that of the truncated prompt.
+            cut = None if config.truncation == "error" else [config.truncation, config.max_prompt_length]
+            cache = SizeCache(files, uids, tokenizer, [config.prompt_key, config.apply_chat_template_kwargs, cut])
+        sizes, encoded = None if cache is None else cache.read(), list[Encoded]()
+        self.is_lazy = sizes is not None
+        if sizes is None:
+            column = self._rows.column(config.prompt_key)
+            # The default of 1 stands for a number chosen by the size of the data (None), not for a single process.
+            configured = config.filter_overlong_prompts_workers if config.filter_overlong_prompts else 1
+            workers = configured if configured > 1 else None
+            encoded = encode_all(tokenizer, [column[uid] for uid in uids], config.apply_chat_template_kwargs, workers)
+            sizes = sizes_of(encoded, [*map(self._truncated, encoded)])
+            if cache is not None:
+                cache.write(sizes)
+        elif cache is not None:
+            notices.append(f"{len(uids):,} prompts are tokenised as they are drawn; their lengths are from {cache.path}")
+        if len(empty := np.flatnonzero(sizes[:, 0] == 0)):
+            raise ValueError(f"{self._rows.where(uids[empty[0]])}: the prompt is empty; remove the row")
+        is_long = sizes[:, 0] > config.max_prompt_length
+        if is_long.any():
+            long = np.flatnonzero(is_long)
             count = f"{len(long)} of {len(uids)} prompts are longer than data.max_prompt_length={config.max_prompt_length} tokens"
             if config.filter_overlong_prompts:
                 if len(long) == len(uids):
                     raise ValueError(f"{count}: data.filter_overlong_prompts leaves no prompt; raise data.max_prompt_length")
                 notices.append(f"{count} and are dropped")
-                dropped = set(long)
-                kept = [i for i, uid in enumerate(uids) if uid not in dropped]
-                uids, encoded = [uids[i] for i in kept], [encoded[i] for i in kept]
+                kept, sizes = np.flatnonzero(~is_long).tolist(), sizes[~is_long]
+                uids, encoded = [uids[i] for i in kept], [encoded[i] for i in kept if encoded]
             elif config.truncation == "error":
                 raise ValueError(
-                    f"{count}, the first in {self._rows.where(long[0])}: set data.filter_overlong_prompts=true, or "
+                    f"{count}, the first in {self._rows.where(uids[long[0]])}: set data.filter_overlong_prompts=true, or "
                     "data.truncation=left, right or middle, or raise data.max_prompt_length"
                 )
             else:
                 side = config.truncation
                 notices.append(f"{count} and are truncated (data.truncation={side})")
-                encoded = [(text, truncate(ids, config.max_prompt_length, side)) for text, ids in encoded]
-        self._uids = uids
-        self._texts = [text for text, _ in encoded]
-        self._ids = [ids for _, ids in encoded]
+        self._uids, self._encoded, self._largest_ids = uids, [*map(self._truncated, encoded)], sizes[:, 1]
         self.data_sources = frozenset(sources[uid] or "" for uid in uids)
         self.notices = tuple(notices)
 
@@ -112,12 +131,11 @@ class PromptDataset:
 
     def check_tokens(self, vocab_size: int) -> None:
         """Raise ValueError, naming the row, if a prompt contains a token outside the model's vocabulary."""
-        for uid, ids in zip(self._uids, self._ids, strict=True):
-            if ids.max() >= vocab_size:
-                raise ValueError(
-                    f"{self._rows.where(uid)}: the prompt contains token {ids.max()}, and the model's vocabulary has "
-                    f"{vocab_size}; set actor_rollout_ref.model.tokenizer_path to the model's tokenizer"
-                )
+        for i in np.flatnonzero(self._largest_ids >= vocab_size)[:1].tolist():
+            raise ValueError(
+                f"{self._rows.where(self._uids[i])}: the prompt contains token {self._largest_ids[i]}, and the model's "
+                f"vocabulary has {vocab_size}; set actor_rollout_ref.model.tokenizer_path to the model's tokenizer"
+            )
 
     def row(self, index: int) -> dict[str, Any]:
         """The unmodified row of the file for the prompt at ``index``."""
@@ -125,16 +143,27 @@ class PromptDataset:
 
     def __getitem__(self, index: int) -> Prompt:
         row = self.row(index)
+        if self.is_lazy:
+            prompt = value_of(row, self._prompt_key)
+            (encoded,) = encode(self._tokenizer, [prompt], self._config.apply_chat_template_kwargs)
+            text, ids = self._truncated(encoded)
+        else:
+            text, ids = self._encoded[index]
         return Prompt(
             uid=self._uids[index],
-            prompt_ids=tuple(self._ids[index].tolist()),
-            text=self._texts[index],
+            prompt_ids=tuple(ids.tolist()),
+            text=text,
             data_source=row.get(self._source_key) or "",
             ground_truth=(row.get("reward_model") or {}).get("ground_truth"),
             extra_info=row.get("extra_info") or {},
             messages=value_of(row, self._prompt_key),
             agent=row.get("agent_name"),
         )
+
+    def _truncated(self, encoded: Encoded) -> Encoded:
+        """The prompt as it is asked. Without data.truncation=left, right or middle none is too long."""
+        (text, ids), how = encoded, self._config.truncation
+        return encoded if how == "error" else (text, truncate(ids, self._config.max_prompt_length, how))
 
 
 @dataclass(slots=True)

@@ -1,17 +1,28 @@
-"""Rendering and tokenisation of prompts. Does not import torch, so that tokenising processes start fast."""
+"""Rendering and tokenisation of prompts. Does not import torch, so that tokenising processes start fast.
+
+The sizes of a large data set's prompts are cached: they decide which prompts are too long, and a second run with the same data
+then tokenises only the prompts that it draws.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
 import reprlib
+import tempfile
 from collections.abc import Mapping, Sequence
 from functools import partial
+from importlib import metadata
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
+from zipfile import BadZipFile
 
 import numpy as np
 from jinja2 import TemplateError
 
 from trainer.data.processes import in_processes
+from workers.controller.logs import tell
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -82,6 +93,64 @@ def token_ids(tokenizer: PreTrainedTokenizerBase, texts: list[str], *, special: 
     rows = tokenizer(texts, add_special_tokens=special, return_attention_mask=False, verbose=False)["input_ids"]
     # Arrays need a tenth of the memory of lists of Python integers; all prompts of a run are held at once.
     return [np.array(row, dtype=np.int32) for row in rows]
+
+
+class SizeCache:
+    """File with the number of tokens and the largest token id of each prompt of a data set, in the user's cache directory.
+
+    Its name is a hash of all that decides them: content of the files, rows, tokenizer, chat template and the arguments of both. A
+    file that cannot be read counts as missing.
+    """
+
+    def __init__(self, files: Sequence[str], rows: Sequence[int], tokenizer: PreTrainedTokenizerBase, settings: Any) -> None:
+        """rows: indices of the prompts over all files. settings: whatever else decides the sizes, as JSON."""
+        self.path: Path | None = None
+        """None if the tokens may depend on anything else: a tokenizer in Python, a template with today's date."""
+        self._n = len(rows)
+        backend, template = getattr(tokenizer, "backend_tokenizer", None), json.dumps(tokenizer.chat_template, default=str)
+        if backend is None or "strftime_now" in template:
+            return
+        about = [settings, backend.to_str(), template, tokenizer.special_tokens_map, _packages()]
+        found = hashlib.sha256(json.dumps(about, default=str, sort_keys=True).encode())
+        found.update(np.asarray(rows, dtype=np.int64).tobytes())
+        for name in files:
+            with Path(name).expanduser().open("rb") as file:
+                found.update(hashlib.file_digest(file, "sha256").digest())
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+        self.path = folder / "tandem" / "prompt_sizes" / f"{found.hexdigest()}.npz"
+
+    def read(self) -> np.ndarray | None:
+        """Tokens and largest token id of each prompt, int32 (n, 2); None if they are not there."""
+        if self.path is None or not self.path.exists():
+            return None
+        try:
+            with np.load(self.path) as arrays:  # a zip archive, which has a checksum
+                sizes: np.ndarray = arrays["sizes"]
+        except (OSError, ValueError, KeyError, EOFError, BadZipFile):
+            return None
+        return sizes if sizes.shape == (self._n, 2) and sizes.dtype == np.int32 else None
+
+    def write(self, sizes: np.ndarray) -> None:
+        """Write atomically; a directory without room or permission leaves the sizes to the next run."""
+        if self.path is None:
+            return
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.NamedTemporaryFile(dir=self.path.parent, suffix=".partial", delete=False) as file:
+                np.savez(file, sizes=sizes)
+            os.replace(file.name, self.path)
+        except OSError as error:
+            tell(f"{self.path}: {error}; prompts are tokenised again by the next run")
+
+
+def sizes_of(encoded: Sequence[Encoded], asked: Sequence[Encoded]) -> np.ndarray:
+    """Tokens of each prompt and largest token id of what is asked of it, int32 (n, 2); 0 and -1 for one without tokens."""
+    pairs = zip(encoded, asked, strict=True)
+    return np.array([(len(ids), of_asked.max(initial=-1)) for (_, ids), (_, of_asked) in pairs], dtype=np.int32).reshape(-1, 2)
+
+
+def _packages() -> list[str]:
+    return [metadata.version(name) for name in ("transformers", "tokenizers", "jinja2")]
 
 
 def truncate(ids: np.ndarray, max_length: int, how: Literal["left", "right", "middle"]) -> np.ndarray:

@@ -33,7 +33,7 @@ class Role:
     """A model role on its workers.
 
     learns, forwards: tokens per micro-batch in a train step and in a forward pass; None: the role has no such phase. several: a
-    train step has more than one micro-batch. model: None for a reward model, which has no adapter. seen: see Setting.
+    train step has more than one micro-batch. model: None for a reward model, which has no adapter. seen, cuda: see Setting.
     """
 
     config: ShardedConfig
@@ -44,6 +44,7 @@ class Role:
     forwards: int | None
     several: bool = True
     seen: float = 1.0
+    cuda: bool = True
 
     @property
     def adapter(self) -> float:
@@ -73,6 +74,7 @@ class Role:
             pieces=model.tiled_mlp.num_shards if model is not None and model.tiled_mlp.enabled else 1,
             seen=self.seen,
             recompute=model is None or model.enable_gradient_checkpointing,
+            cuda=self.cuda,
         )
 
     def checkpoint(self) -> float:
@@ -173,13 +175,20 @@ def memory_roles(config: PPOConfig, place: Placement, shapes: Mapping[str, Shape
     for key, role in roles_of(config, has_critic=has_critic).items():
         pool = place.pool(name_of(key))
         shares = data_parallel_size(role, pool)
-        # No micro-batch is larger than all rows of a rank, however high its limit is.
-        most = -(-data.train_batch_size * n // shares) * longest
+        # Engines compute a prompt once for its responses in a micro-batch (workers/engine/shared_prefixes.py).
+        once = role.strategy == "fsdp" and not isinstance(role, ScoringModelConfig)
+
+        def tokens_of(groups: int, shares: int = shares, once: bool = once) -> int:
+            """Tokens that a rank computes of so many prompts with n responses each; no micro-batch is larger."""
+            rows = -(-groups * n // shares)
+            return (-(-rows // n) if once else rows) * data.max_prompt_length + rows * data.max_response_length
+
+        most = tokens_of(data.train_batch_size)
         learns: int | None = None
         several = False
         model: ModelConfig | None = None
         if key in mini_batches:
-            mine = -(-mini_batches[key] * n // shares) * longest
+            mine = tokens_of(mini_batches[key])
             learns, several = min(held[key, "ppo_"], mine), held[key, "ppo_"] < mine
         seen = 1.0
         if isinstance(role, ScoringModelConfig):
@@ -188,7 +197,8 @@ def memory_roles(config: PPOConfig, place: Placement, shapes: Mapping[str, Shape
             forwards = held[asked.get(key, (key, "forward_"))]
             model = config.critic.model if role is config.critic else models.model
             seen = keys_per_token(data.max_prompt_length, data.max_response_length, n, max(learns or 0, min(forwards, most)))
-        found[key] = Role(role, model, shapes[key], pool, learns, min(forwards, most), several, seen)
+        on_cuda = config.trainer.device == "cuda"
+        found[key] = Role(role, model, shapes[key], pool, learns, min(forwards, most), several, seen, on_cuda)
     return found
 
 

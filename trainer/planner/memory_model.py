@@ -93,7 +93,7 @@ class Setting:
     several: a step has more than one micro-batch. no_sync: gradients are reduced over GPUs only in the last micro-batch. gqa: the
     attention kernel accepts fewer key heads than query heads. offload: enable_activation_offload of the model. pieces: num_shards
     of its tiled_mlp; 1 without it. seen: keys that attention gathers per computed token, 1 unless rows share prefixes. recompute:
-    layers are recomputed in the backward pass.
+    layers are recomputed in the backward pass. cuda: False: the CPU's kernels, whose RMSNorm is not one kernel.
     """
 
     gpus: int = 1
@@ -109,6 +109,7 @@ class Setting:
     pieces: int = 1
     seen: float = 1.0
     recompute: bool = True
+    cuda: bool = True
 
     @property
     def unsharded(self) -> bool:
@@ -164,12 +165,12 @@ def reducing(shape: Shape, setting: Setting) -> float:
 def layer_inputs(shape: Shape, setting: Setting, layers: float) -> float:
     """Bytes per token that ``layers`` layers keep: their inputs if recomputed; of one layer with activation offload.
 
-    Not recomputed: inputs and outputs of two norms (each one kernel, as on CUDA), gate, its activation, up and their product, and
-    attention's tensors.
+    Not recomputed: inputs and outputs of two norms (on the CPU also the normalised input, see ``norms``), gate, its activation,
+    up and their product, and attention's tensors.
     """
     if not setting.recompute:
-        kept = setting.compute * 4 * (shape.hidden + shape.intermediate) + attention_kept(shape, setting)
-        return layers * kept
+        of_norms = setting.compute * 4 * shape.hidden if setting.cuda else norms(shape, setting)
+        return layers * (of_norms + setting.compute * 4 * shape.intermediate + attention_kept(shape, setting))
     return setting.compute * shape.hidden * (min(layers, 1) if setting.offload else layers)
 
 
@@ -187,11 +188,12 @@ def attention_kept(shape: Shape, setting: Setting) -> float:
     """Bytes per token that attention keeps for the backward pass: q, k, v, output, and the float32 log-sum-exp of each head.
 
     Ulysses exchanges tokens for heads, which keeps the total size, except that key heads are repeated if fewer than ranks. Rows
-    that share a prefix each have a copy of its keys and values.
+    that share a prefix each have a copy of its keys and values. The CPU joins the outputs of rows of different lengths, and keeps
+    both.
     """
     repeated = max(1.0, setting.sp / shape.kv_heads)
     keys = (shape.keys * repeated if setting.gqa else shape.queries) * setting.seen
-    return setting.compute * (2 * shape.queries + 2 * keys) + FLOAT32 * shape.heads
+    return setting.compute * ((2 if setting.cuda else 3) * shape.queries + 2 * keys) + FLOAT32 * shape.heads
 
 
 def norm_backward(shape: Shape, setting: Setting) -> float:
@@ -277,6 +279,12 @@ def in_layer(shape: Shape, setting: Setting, row: float, layers_left: int) -> Pa
     whole = 3 * setting.compute * shape.hidden * shape.intermediate if setting.trained else 0.0
     in_mlp = (mlp_gradients(shape, setting), norms(shape, setting) + attention, mlp_backward(shape, setting))
     in_norm = (whole, norm_backward(shape, setting) + attention, 0.0)
+    if not setting.recompute:
+        # What the layer kept is among the layer inputs: gate, its activation, up and their product, which is freed by then.
+        states = 2 * shape.intermediate / setting.pieces + shape.hidden
+        in_mlp = (mlp_gradients(shape, setting), rotary(shape, setting), setting.compute * states)
+        freed = setting.compute * 4 * shape.intermediate
+        in_norm = (whole, norm_backward(shape, setting) - norms(shape, setting) + rotary(shape, setting) - freed, 0.0)
     # Weight gradients do not grow with the tokens, so which of the two needs more depends on the length of the row.
     of_weights, kept, mlp = max(in_mlp, in_norm, key=lambda most: most[0] + tokens * (most[1] + most[2]))
     return {

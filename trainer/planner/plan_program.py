@@ -21,7 +21,7 @@ from trainer.planner.plan_report import (
     run_json,
     run_lines,
 )
-from trainer.planner.search import Composed, RankedPlan, alternatives, placements
+from trainer.planner.search import Overrides, RankedPlan, alternatives, as_words, placements
 from trainer.planner.simulation import SimulatedRun, simulate
 from trainer.planner.time_model import ResponseLengths
 
@@ -30,8 +30,12 @@ RESTART = "180"
 """Seconds from a failure to the next step: 7B with vLLM starts in 141 to 186 s on four H200."""
 
 
-def plan(words: Sequence[str], composed: Composed, inputs: Callable[[PPOConfig], Iterable[str]]) -> None:
+def plan(
+    words: Sequence[str], composed: Callable[[Sequence[str]], PPOConfig], inputs: Callable[[PPOConfig], Iterable[str]]
+) -> None:
     """Print the plan of a command line of main_plan, and write its files. inputs: problems of files.
+
+    composed: the checked configuration of a command line.
 
     Raises ValueError and FileNotFoundError."""
     own = {key: value for key, _, value in (word.partition("=") for word in words) if key in OWN}
@@ -51,10 +55,14 @@ def plan(words: Sequence[str], composed: Composed, inputs: Callable[[PPOConfig],
         raise ValueError(f"{unknown[0]}.model.path: the planner covers dense decoders, and this model is none")
     shapes = {key: model.shape for key, model in models.items() if model.shape is not None}
     given = RankedPlan(config, cluster, shapes, lengths_of(own.get("lengths"), config), {})
-    others = alternatives(given, overrides, count, composed)
+
+    def checked(more: Overrides) -> PPOConfig:
+        return composed([*overrides, *as_words(more)])
+
+    others = alternatives(given, count, checked)
     run = simulate(given, steps) if steps else None
     failures = failures_of(own, given, run)
-    lines = [*as_lines(given, others), placement_line(placements(given, overrides, composed)), *run_lines(given, run, failures)]
+    lines = [*as_lines(given, others), placement_line(placements(given, checked)), *run_lines(given, run, failures)]
     print("\n".join(lines))
     if "output" in own:
         folder = Path(own["output"])

@@ -31,8 +31,8 @@ from trainer.ppo.ppo_builder import wants_critic
 T = TypeVar("T")
 U = TypeVar("U")
 Overrides = dict[str, Any]
-Composed = Callable[[Sequence[str]], PPOConfig]
-"""The checked configuration of a command line; raises ConfigError."""
+Checked = Callable[[Overrides], PPOConfig]
+"""The checked configuration of the command with further overrides; raises ConfigError."""
 ROLLOUT = "actor_rollout_ref.rollout"
 MARGIN = 0.95
 """Fraction of a GPU that a plan may use: torch's allocator fragments (docs/performance.md)."""
@@ -42,6 +42,11 @@ LAYOUTS = ("colocate_all", "colocate_pairs", "split")
 """Placements that need no sizes of pools."""
 TUNED = ("max_token_len_per_gpu", "gpu_memory_utilization", "_offload")
 """Ends of keys by which two plans of a list do not differ alone."""
+SETTINGS = (
+    "tensor_model_parallel_size", "pipeline_model_parallel_size", "gpu_memory_utilization", "fsdp_size",
+    "ulysses_sequence_parallel_size", "max_token_len_per_gpu", "enable_gradient_checkpointing", "_offload",
+)  # fmt: skip
+"""Ends of the keys that a plan sets besides the size of the cluster and the placement."""
 
 
 def best_pairs(
@@ -71,13 +76,17 @@ def best_pairs(
 
 @dataclass(frozen=True)
 class RankedPlan:
-    """A configuration on a cluster, with its predicted memory and time. overrides: those that differ from the given command."""
+    """A configuration on a cluster, with its predicted memory and time.
+
+    overrides: those that differ from the given command. fixed: keys that no plan changes.
+    """
 
     config: PPOConfig
     cluster: GpuCluster
     shapes: Mapping[str, Shape]
     lengths: ResponseLengths
     overrides: Overrides
+    fixed: frozenset[str] = frozenset()
 
     @cached_property
     def place(self) -> Placement:
@@ -117,7 +126,7 @@ class RankedPlan:
 
     def having(self, overrides: Overrides) -> RankedPlan:
         """The plan with other settings, without the checks of a command line: see ``accepted``."""
-        return RankedPlan(replaced(self.config, overrides), self.cluster, self.shapes, self.lengths, self.overrides | overrides)
+        return replace(self, config=replaced(self.config, overrides), overrides=self.overrides | overrides)
 
 
 def replaced(config: Any, overrides: Overrides) -> Any:
@@ -133,39 +142,34 @@ def as_words(overrides: Overrides) -> list[str]:
     return [f"{key}={str(value).lower() if isinstance(value, bool) else value}" for key, value in overrides.items()]
 
 
-def accepted(plan: RankedPlan, words: Sequence[str], composed: Composed) -> bool:
+def accepted(plan: RankedPlan, checked: Checked) -> bool:
     """Whether the plan's command line is valid and its configuration has the predicted time."""
     try:
-        config = composed([*words, *as_words(plan.overrides)])
-        checked = replace_plan(plan, config)
-        return checked.fits and abs(checked.seconds - plan.seconds) <= 1e-6 * plan.seconds
+        again = replace(plan, config=checked(plan.overrides))
+        return again.fits and abs(again.seconds - plan.seconds) <= 1e-6 * plan.seconds
     except ConfigError:
         return False
 
 
-def replace_plan(plan: RankedPlan, config: PPOConfig) -> RankedPlan:
-    return RankedPlan(config, plan.cluster, plan.shapes, plan.lengths, plan.overrides)
-
-
-def alternatives(plan: RankedPlan, words: Sequence[str], count: int, composed: Composed) -> list[RankedPlan]:
-    """The fastest plans whose command lines are valid, in the order of their times. words: the given command line."""
+def alternatives(plan: RankedPlan, count: int, checked: Checked) -> list[RankedPlan]:
+    """The fastest plans whose command lines are valid, in the order of their times."""
     found: list[RankedPlan] = []
     for _, candidate in ranked(plan):
         if len(found) == count:
             break
-        if not any(untuned(candidate) == untuned(other) for other in found) and accepted(candidate, words, composed):
+        if not any(untuned(candidate) == untuned(other) for other in found) and accepted(candidate, checked):
             found.append(candidate)
     return found
 
 
-def placements(plan: RankedPlan, words: Sequence[str], composed: Composed) -> list[RankedPlan]:
+def placements(plan: RankedPlan, checked: Checked) -> list[RankedPlan]:
     """The command on all GPUs in each placement that is valid and fits, with no other override, fastest first."""
     found = []
-    for layout in dict.fromkeys((plan.config.placement.layout, *LAYOUTS)):
+    for layout in dict.fromkeys((plan.config.placement.rule, *LAYOUTS)):
         placed = changed(plan, {"placement.layout": layout})
         try:
             # Composed, not replaced: sizes that were not typed are clamped to the pools, as they would be in the run.
-            candidate = RankedPlan(composed([*words, *as_words(placed)]), plan.cluster, plan.shapes, plan.lengths, placed)
+            candidate = replace(plan, config=checked(placed), overrides=placed)
         except ConfigError:
             continue
         if candidate.fits:
@@ -194,10 +198,13 @@ def ranked(plan: RankedPlan) -> Iterator[tuple[float, RankedPlan]]:
 
 def bases(plan: RankedPlan) -> Iterator[RankedPlan]:
     """The plan on each number of nodes and of their GPUs, and in each placement."""
-    cluster, layouts = plan.cluster, {plan.config.placement.layout, "colocate_all", "split"}
+    cluster, layouts = plan.cluster, {plan.config.placement.layout, "colocate_all", "split"} - {"auto"}
     for nodes, gpus, layout in product(counts(cluster.nodes), counts(cluster.gpus), sorted(layouts)):
         size = {"trainer.nnodes": nodes, "trainer.n_gpus_per_node": gpus, "placement.layout": layout}
-        base = plan.having({key: value for key, value in size.items() if value_of(plan.config, key) != value})
+        changes = {key: value for key, value in size.items() if value_of(plan.config, key) != value}
+        if changes.keys() & plan.fixed:
+            continue
+        base = plan.having(changes)
         try:
             base.place  # noqa: B018  # raises if the pools do not fit
         except ConfigError:
@@ -282,8 +289,8 @@ def train_options(plan: RankedPlan) -> Iterator[Overrides]:
 
 
 def changed(plan: RankedPlan, overrides: Overrides) -> Overrides:
-    """Those overrides that change the plan's configuration."""
-    return {key: value for key, value in overrides.items() if value_of(plan.config, key) != value}
+    """Those overrides that change the plan's configuration, without fixed keys."""
+    return {key: value for key, value in overrides.items() if key not in plan.fixed and value_of(plan.config, key) != value}
 
 
 def value_of(config: Any, key: str) -> Any:

@@ -76,10 +76,15 @@ ACTOR_LOSS, ACTOR_AND_PTX_LOSS = (
 )
 
 
-def run(config: PPOConfig, notices: Sequence[str], loggers: Sequence[Logger] = ()) -> None:
-    """Train, and write the final report. notices: warnings about the configuration. loggers: in addition to trainer.logger."""
+def run(
+    config: PPOConfig, notices: Sequence[str], loggers: Sequence[Logger] = (), figures: harness.Figures | None = None
+) -> None:
+    """Train, and write the final report.
+
+    notices: warnings about the configuration. loggers: in addition to trainer.logger. figures: see harness.run.
+    """
     check_installed(config.actor_rollout_ref.rollout.name)
-    harness.run(config, lambda lifecycle: attempt(config, lifecycle), loggers)
+    harness.run(config, lambda lifecycle: attempt(config, lifecycle), loggers, figures)
 
 
 def attempt(config: PPOConfig, lifecycle: RunLifecycle) -> None:

@@ -14,7 +14,7 @@ makes sense:
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Literal
@@ -46,13 +46,20 @@ class RunLifecycle:
     """State of a run that outlives its attempts.
 
     started: the run directory belongs to this run. restarted: this is not the first attempt. loggers: in addition to those of
-    trainer.logger.
+    trainer.logger. figures: see harness.run.
     """
 
-    def __init__(self, trainer: RunConfig, run_dir: Path, loggers: Sequence[Logger] = ()) -> None:
+    def __init__(
+        self,
+        trainer: RunConfig,
+        run_dir: Path,
+        loggers: Sequence[Logger] = (),
+        figures: Callable[[int, Mapping[str, float]], dict[str, float]] | None = None,
+    ) -> None:
         self.trainer = trainer
         self.run_dir = run_dir
         self.loggers = loggers
+        self.figures = figures
         self.stopping = Stopping(trainer, run_dir)
         self.started = False
         self.restarted = False

@@ -77,7 +77,7 @@ def test_the_local_backend_refuses_several_pools() -> None:
     )
 
 
-@pytest.mark.parametrize("layout", ["colocate_all", "colocate_pairs", "split", "custom"])
+@pytest.mark.parametrize("layout", ["auto", "colocate_all", "colocate_pairs", "split", "custom"])
 def test_a_placement_group_and_its_leaf_give_the_same_configuration(layout: str) -> None:
     group, leaf = (compose("ppo_trainer", PPOConfig, [word]) for word in (f"placement={layout}", f"placement.layout={layout}"))
     assert group == leaf and group.placement.layout == layout

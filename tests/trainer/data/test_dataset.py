@@ -1,8 +1,10 @@
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import pytest
 
+import trainer.data.dataset
 import trainer.data.encoding
 from data_preprocess.writer import rl_row, write
 from tests.trainer.data.tokenizers import byte_tokenizer, data_config
@@ -205,3 +207,115 @@ def test_stream_resumes_within_a_round(taken: int) -> None:
     assert state == {"drawn": taken // 2} | ({"taken": 1} if taken % 2 else {})
     resumed.load(state)
     assert [resumed.draw_one() for _ in range(5)] == [stream.draw_one() for _ in range(5)]
+
+
+@pytest.fixture
+def large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Every data set counts as large. Returns the directory of the cached sizes."""
+    monkeypatch.setattr("trainer.data.dataset.MANY", 2)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache/tandem/prompt_sizes"
+
+
+def count_calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Numbers of prompts that are tokenised by calls for a whole data set."""
+    calls: list[int] = []
+    encode_all = trainer.data.dataset.encode_all
+
+    def counted(tokenizer: Any, prompts: Any, *args: Any) -> Any:
+        calls.append(len(prompts))
+        return encode_all(tokenizer, prompts, *args)
+
+    monkeypatch.setattr("trainer.data.dataset.encode_all", counted)
+    return calls
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"filter_overlong_prompts": True}, {"truncation": "left"}, {"truncation": "middle"}, {"max_prompt_length": 40}],
+)
+def test_a_large_data_set_is_tokenised_once_and_its_prompts_are_the_same(
+    changes: dict[str, Any], large: Path, make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls, given = count_calls(monkeypatch), (rows([12, 33, 14]), rows([13, 40]))
+    settings = {"max_prompt_length": 20} | changes
+    first = make(*given, **settings)
+    again = make(*given, **settings)
+    assert calls == [5] and (first.is_lazy, again.is_lazy) == (False, True)
+    assert [first[i] for i in range(len(first))] == [again[i] for i in range(len(again))]
+    assert len(again) == (3 if "filter_overlong_prompts" in changes else 5)
+    (file,) = large.iterdir()
+    assert again.notices == (f"5 prompts are tokenised as they are drawn; their lengths are from {file}", *first.notices)
+    largest = max(max(first[i].prompt_ids) for i in range(len(first)))
+    for data in (first, again):
+        data.check_tokens(largest + 1)
+        with pytest.raises(ValueError, match=f"contains token {largest}, "):
+            data.check_tokens(largest)
+
+
+def test_a_token_outside_the_vocabulary_is_found_behind_dropped_rows(large: Path, make: Any) -> None:
+    given = rows([33, 12, 12])
+    given[2]["prompt"][0]["content"] = "~"
+    for lazy in (False, True):
+        data = make(given, max_prompt_length=20, filter_overlong_prompts=True)
+        assert data.is_lazy == lazy and len(data) == 2
+        with pytest.raises(ValueError, match=r"row 2: the prompt contains token"):
+            data.check_tokens(max(data[1].prompt_ids))
+        data.check_tokens(max(data[1].prompt_ids) + 1)
+
+
+def test_sizes_of_other_content_rows_template_or_tokenizer_are_not_used(
+    large: Path, make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls, given = count_calls(monkeypatch), rows([12, 13, 14, 15])
+    make(given)
+    longer = byte_tokenizer()
+    longer.chat_template = "<long>" + str(longer.chat_template)
+    other = byte_tokenizer()
+    other.add_tokens(["xxxx"])
+    cases: list[tuple[Any, list[dict[str, Any]], dict[str, Any]]] = [
+        (TOKENIZER, rows([12, 13, 14, 16]), {}),
+        (TOKENIZER, given, {"max_samples": 3}),
+        (TOKENIZER, given, {"apply_chat_template_kwargs": {"add_generation_prompt": False}}),
+        (longer, given, {}),
+        (other, given, {}),
+    ]
+    for tokenizer, content, changes in cases:
+        path, chosen = str(write(content, str(tmp_path), "part0")), {"max_samples": -1} | changes
+        samples = chosen.pop("max_samples")
+        calls.clear()
+        data = PromptDataset([path], tokenizer, data_config(**chosen), max_samples=samples, seed=0)
+        assert calls and not data.is_lazy
+        again = PromptDataset([path], tokenizer, data_config(**chosen), max_samples=samples, seed=0)
+        assert again.is_lazy and [again[i] for i in range(len(data))] == [data[i] for i in range(len(data))]
+    assert len([*large.iterdir()]) == 1 + len(cases)
+
+
+@pytest.mark.parametrize("damage", ["half", "empty", "byte", "of another size"])
+def test_damaged_sizes_are_computed_again(damage: str, large: Path, make: Any) -> None:
+    first = make(rows([12, 13, 14]))
+    (file,) = large.iterdir()
+    whole = file.read_bytes()
+    at = whole.index(np.int32(13).tobytes())
+    broken = {"half": whole[: len(whole) // 2], "empty": b"", "byte": whole[:at] + b"\x07" + whole[at + 1 :]}
+    if damage in broken:
+        file.write_bytes(broken[damage])
+    else:
+        np.savez(file, sizes=np.zeros((2, 2), dtype=np.int32))
+    again = make(rows([12, 13, 14]))
+    assert not again.is_lazy and file.read_bytes() == whole
+    assert [again[i] for i in range(3)] == [first[i] for i in range(3)]
+
+
+def test_a_template_with_the_date_and_a_cache_that_cannot_be_written(
+    large: Path, make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    dated = byte_tokenizer()
+    dated.chat_template = "{% set today = strftime_now %}" + str(dated.chat_template)
+    path = str(write(rows([12, 13]), str(tmp_path), "dated"))
+    PromptDataset([path], dated, data_config(), max_samples=-1, seed=0)
+    assert not large.exists()
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert len(make(rows([12, 13]))) == 2
+    assert "prompts are tokenised again by the next run" in capsys.readouterr().err

@@ -19,7 +19,18 @@ from trainer.planner.hardware import GpuCluster, load_hardware
 from trainer.planner.memory_estimate import estimate
 from trainer.planner.memory_model import Shape
 from trainer.planner.plan_report import placement_line
-from trainer.planner.search import RankedPlan, alternatives, as_words, best_pairs, candidates, counts, placements, ranked
+from trainer.planner.search import (
+    Checked,
+    Overrides,
+    RankedPlan,
+    alternatives,
+    as_words,
+    best_pairs,
+    candidates,
+    counts,
+    placements,
+    ranked,
+)
 from trainer.planner.time_model import ResponseLengths
 
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -33,6 +44,10 @@ def words(cluster: GpuCluster, *more: str) -> list[str]:
         "data.val_files=[a.parquet]", f"trainer.nnodes={cluster.nodes}", f"trainer.n_gpus_per_node={cluster.gpus}",
         f"{ROLLOUT}.tensor_model_parallel_size=1", *more,
     ]  # fmt: skip
+
+
+def checked(line: Sequence[str]) -> Checked:
+    return lambda overrides: composed([*line, *as_words(overrides)])
 
 
 def plan(cluster: str, model: str = "7b", *more: str) -> RankedPlan:
@@ -142,7 +157,7 @@ def test_more_gpus_never_make_the_best_plan_slower(drawn: tuple[RankedPlan, list
 @given(drawn=plans(2, 8))
 def test_offered_plans_pass_the_checks_of_a_run_and_fit_its_estimate(drawn: tuple[RankedPlan, list[str]]) -> None:
     one, line = drawn
-    for offered in alternatives(one, line, 2, composed):
+    for offered in alternatives(one, 2, checked(line)):
         config = composed([*line, *as_words(offered.overrides)])
         place = placement_of(config, has_critic="critic" in one.shapes)
         memory = one.cluster.hardware.memory
@@ -161,7 +176,7 @@ def test_a_node_behind_a_slow_network_is_not_used() -> None:
 def test_command_lines_of_plans_are_accepted_and_have_the_predicted_time(more: tuple[str, ...]) -> None:
     given_plan = plan("1x4xH100", "7b", *more)
     line = words(given_plan.cluster, *more)
-    found = alternatives(given_plan, line, 3, composed)
+    found = alternatives(given_plan, 3, checked(line))
     assert len(found) == 3 and [one.seconds for one in found] == sorted(one.seconds for one in found)
     for one in found:
         config = composed([*line, *as_words(one.overrides)])
@@ -173,14 +188,14 @@ def test_command_lines_of_plans_are_accepted_and_have_the_predicted_time(more: t
 def test_plan_that_the_checks_refuse_is_left_out() -> None:
     given_plan = plan("1x4xH100", "7b")
     line = words(given_plan.cluster)
-    best = alternatives(given_plan, line, 1, composed)[0]
+    best = alternatives(given_plan, 1, checked(line))[0]
 
-    def refusing(command: Sequence[str]) -> PPOConfig:
-        if {*as_words(best.overrides)} <= {*command}:
+    def refusing(overrides: Overrides) -> PPOConfig:
+        if best.overrides.items() <= overrides.items():
             raise ConfigError("refused")
-        return composed(command)
+        return checked(line)(overrides)
 
-    assert best.overrides not in [one.overrides for one in alternatives(given_plan, line, 2, refusing)]
+    assert best.overrides not in [one.overrides for one in alternatives(given_plan, 2, refusing)]
 
 
 def test_nothing_fits_a_gpu_that_is_too_small() -> None:
@@ -195,7 +210,7 @@ def test_larger_clusters_have_all_numbers_of_smaller_ones() -> None:
 def test_placements_differ_in_nothing_else_and_the_fastest_is_first() -> None:
     one = plan("1x4xH100", "1.5b", "algorithm.use_kl_in_reward=false", "actor_rollout_ref.actor.use_kl_loss=false")
     line = words(one.cluster, "algorithm.use_kl_in_reward=false", "actor_rollout_ref.actor.use_kl_loss=false")
-    found = placements(one, line, composed)
+    found = placements(one, checked(line))
     # Pairs need a critic or a reward model.
     assert {other.config.placement.layout for other in found} == {"colocate_all", "split"}
     assert all(other.overrides.keys() <= {"placement.layout"} for other in found)
@@ -209,12 +224,12 @@ def test_placements_differ_in_nothing_else_and_the_fastest_is_first() -> None:
 
 def test_one_gpu_leaves_no_placement_to_choose() -> None:
     one = plan("1x1xH100", "0.5b")
-    found = placements(one, words(one.cluster), composed)
+    found = placements(one, checked(words(one.cluster)))
     assert [other.config.placement.layout for other in found] == ["colocate_all"]
     assert placement_line(found).endswith("; no other placement is valid and fits")
 
 
 def test_a_placement_that_does_not_fit_is_not_named() -> None:
     one = plan("1x2xL40S")
-    assert placements(one, words(one.cluster), composed) == []
+    assert placements(one, checked(words(one.cluster))) == []
     assert placement_line([]) == "placement: none fits with the other settings as given"
