@@ -193,7 +193,7 @@ class RunningRequest:
         self._engine = engine
         self._updates: asyncio.Queue[tuple[int, Update | None]] = asyncio.Queue()
         if request.sampling.seed is not None and not model.has_seeds:
-            raise BadRequest("seed: this engine samples by its own; SGLang needs enable_deterministic_inference, on CUDA", "seed")
+            raise BadRequest("seed: this engine samples by its own; SGLang on CUDA needs enable_deterministic_inference", "seed")
         seed = secrets.randbits(62) if request.sampling.seed is None else request.sampling.seed
         reads_along = request.stream or bool(request.sampling.stop)
         groups: list[list[Generation]] = []

@@ -94,7 +94,8 @@ def start(config: ServeConfig, stack: ExitStack) -> tuple[ModelEngine, ServedMod
         max_length=longest,
         vocab_size=vocab_size(model),
         has_seeds=rollout.name != "sglang"
-        or (config.trainer.device == "cuda" and rollout.engine_kwargs.sglang.get("enable_deterministic_inference") is True),
+        or config.trainer.device == "cpu"
+        or rollout.engine_kwargs.sglang.get("enable_deterministic_inference") is True,
     )
     watchdog = Watchdog(asdict(config.timeouts), Path(config.trainer.default_local_dir))
     engines = start_engine(stack.enter_context(opened_workers(config)), spec, watchdog, seed=config.trainer.seed)

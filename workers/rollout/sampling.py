@@ -6,7 +6,8 @@ generator per request would mean a call per request and step; one generator for 
 Idea: counter-based random numbers. Token number c of a request with seed s uses u = uniforms(stream_keys(s), c), a hash, for all
 rows in a few numpy operations. The token is the inverse of the cumulative distribution at u. Sums are taken in float64, first
 over blocks of BLOCK tokens and then within one block, so that a GPU sums in parallel and rounding cannot select a token of weight
-0. The embedded engine and vLLM (vllm/vllm_sampler.py) share this module: equal logits give equal tokens.
+0. The embedded engine, vLLM (vllm/vllm_sampler.py) and SGLang on CPU (sglang/sglang_cpu.py) share this module: equal logits give
+equal tokens.
 """
 
 from __future__ import annotations
@@ -37,6 +38,11 @@ def stream_keys(seeds: list[int]) -> np.ndarray:
     return mix64(np.array([seed & 0xFFFFFFFFFFFFFFFF for seed in seeds], dtype=np.uint64))
 
 
+def keys_from(keys: np.ndarray, starts: np.ndarray) -> np.ndarray:
+    """Keys of the same streams, counted from ``starts``: uniforms(keys_from(keys, starts), starts + c) is uniforms(keys, c)."""
+    return keys - starts.astype(np.uint64) * GOLDEN
+
+
 def uniforms(keys: np.ndarray, counts: np.ndarray) -> np.ndarray:
     """Random number ``counts[i]`` of stream ``keys[i]``: float64 (n,) in [0, 1), a multiple of 2^-52.
 
@@ -65,35 +71,41 @@ def sample(
 def _sample(
     logits: Tensor, temperature: np.ndarray, top_k: np.ndarray, top_p: np.ndarray, uniform: np.ndarray
 ) -> tuple[Tensor, Tensor]:
-    def column(values: np.ndarray) -> Tensor:
-        return torch.from_numpy(values).to(logits.device)[:, None]
-
     logits = logits.float()
     greedy = temperature == 0
     # Greedy rows are divided by 1: their log-probs are those of the unscaled logits, and 0 would give infinities.
     divisor = np.where(greedy, 1.0, temperature)
     if (divisor != 1).any():
-        logits = logits / column(divisor.astype(np.float32))
+        logits = logits / _column(divisor.astype(np.float32), logits)
     log_probs = logits.log_softmax(-1)
     if greedy.all():
         tokens = logits.argmax(-1, keepdim=True)
     else:
-        probs = log_probs.exp()
-        cut = np.flatnonzero(~greedy & ((top_p < 1) | ((top_k > 0) & (top_k < logits.shape[1]))))
-        if len(cut):  # sort only the rows that truncate, not the whole batch
-            chosen = torch.from_numpy(cut).to(logits.device)
-            # Only the token comes from the truncated distribution; log_probs stay those of the whole one.
-            probs[chosen] = _most_likely(probs[chosen], column(top_k[cut]), column(top_p[cut]))
-        tokens = draw(probs, column(uniform))
+        # Only the token comes from the truncated distribution; log_probs stay those of the whole one.
+        tokens = draw_truncated(log_probs.exp(), np.where(greedy, -1, top_k), np.where(greedy, 1.0, top_p), uniform)
         if greedy.any():
-            tokens = torch.where(column(greedy), logits.argmax(-1, keepdim=True), tokens)
+            tokens = torch.where(_column(greedy, logits), logits.argmax(-1, keepdim=True), tokens)
     return tokens[:, 0], log_probs.gather(1, tokens)[:, 0]
+
+
+def _column(values: np.ndarray, like: Tensor) -> Tensor:
+    return torch.from_numpy(values).to(like.device)[:, None]
 
 
 def rows_at_once(logits: Tensor) -> list[slice]:
     """Split the rows of logits (n, V) into slices of at most ELEMENTS_AT_ONCE elements, at least one row each."""
     rows = max(1, ELEMENTS_AT_ONCE // logits.shape[1])
     return [slice(i, i + rows) for i in range(0, len(logits), rows)]
+
+
+def draw_truncated(probs: Tensor, top_k: np.ndarray, top_p: np.ndarray, uniform: np.ndarray) -> Tensor:
+    """``draw`` from probs (n, V), truncated to top_k and top_p; returns tokens int64 (n, 1)."""
+    cut = np.flatnonzero((top_p < 1) | ((top_k > 0) & (top_k < probs.shape[1])))
+    if len(cut):  # sort only the rows that truncate, not the whole batch
+        chosen = torch.from_numpy(cut).to(probs.device)
+        kept = _most_likely(probs[chosen], _column(top_k[cut], probs), _column(top_p[cut], probs))
+        probs = probs.index_copy(0, chosen, kept)
+    return draw(probs, _column(uniform, probs))
 
 
 def draw(weights: Tensor, uniform: Tensor) -> Tensor:

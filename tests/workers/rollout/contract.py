@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from tests.workers.rollout.engines import VOCAB, log_prob_error, ragged_prompts, request
+from tests.workers.rollout.engines import VOCAB, log_prob_error, make_engine, ragged_prompts, request
 from tests.workers.rollout.vllm_workers import LENGTH
 from workers.rollout.base import Completion, EngineAsleep, Request, Rollout
 
@@ -85,6 +85,33 @@ def check_continuation(engine: Rollout, temperature: float) -> None:
     assert (stopped.token_ids, stopped.finish_reason) == ((stop,), "stop")
     (longest,) = engine.generate([request(3, [2] * (LENGTH - 4), temperature=0.0, stop_token_ids=(), response_ids=(2, 2))])
     assert (len(longest.token_ids), longest.finish_reason) == (2, "length")
+
+
+def check_seeds(engine: Rollout) -> None:
+    """A seed fixes a response, together with others or alone."""
+    requests = [request(i, prompt, seed=2**62 + i) for i, prompt in enumerate(ragged_prompts(6))]
+    together = engine.generate(requests)
+    torch.manual_seed(5)
+    alone = [engine.generate([asked])[0] for asked in reversed(requests)]
+    assert [c.token_ids for c in together] == [c.token_ids for c in reversed(alone)]
+    others = engine.generate([replace(asked, seed=asked.seed + 100) for asked in requests])
+    assert [c.token_ids for c in together] != [c.token_ids for c in others]
+
+
+SAMPLINGS: list[dict[str, object]] = [
+    {},
+    {"temperature": 0.7, "top_k": 7},
+    {"top_p": 0.6},
+    {"temperature": 0.0},
+    {"temperature": 1.6, "top_k": 20, "top_p": 0.8},
+]
+
+
+def drawn_by_embedded(model: PreTrainedModel) -> tuple[list[Request], dict[int, tuple[int, ...]]]:
+    """Requests of each of SAMPLINGS in turn, and the embedded engine's tokens for each by id."""
+    prompts = [*ragged_prompts(30), *ragged_prompts(15, longest=200, seed=3)]
+    asked = [request(i, prompt, **SAMPLINGS[i % 5], ignore_eos=True, seed=7 - i) for i, prompt in enumerate(prompts)]
+    return asked, {done.id: done.token_ids for done in make_engine(model, max_model_len=LENGTH).generate(asked)}
 
 
 def check_new_tokens(engine: Rollout, give: Callable[[int], object]) -> set[int]:

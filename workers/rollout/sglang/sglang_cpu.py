@@ -1,4 +1,4 @@
-"""SGLang on CPU: arguments, environment, and stand-ins for CUDA-only packages. Not used on CUDA.
+"""SGLang on CPU: arguments, environment, seeded sampling, and stand-ins for CUDA-only packages. Not used on CUDA.
 
 SGLang imports sgl_kernel, torchvision and triton also on CPU, without calling anything in them. An import hook in SGLang's own
 processes provides empty modules for those that are not installed; nothing on disk and nothing in the trainer changes.
@@ -16,11 +16,14 @@ from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import psutil
+import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from workers.rollout.base import RolloutSpec
+from workers.rollout.sampling import draw_truncated, uniforms
 
 CUDA_ONLY = ("sgl_kernel", "torchvision", "triton")
 """Packages that SGLang imports on CPU too, but does not call there."""
@@ -68,6 +71,32 @@ def install_stubs() -> None:
     if "torchvision" in missing:
         for name in ("torchvision.transforms", "torchvision.transforms.v2"):  # the only value that SGLang uses from there
             vars(importlib.import_module(name))["InterpolationMode"] = Interpolation
+
+
+def sample_by_seeds() -> None:
+    """Replace SGLang's sampling in this process, which ignores the requests' seeds on CPU, by that of the embedded engine.
+
+    SGLang's own seeded sampling needs enable_deterministic_inference, whose kernels are for GPUs. Here a row's token depends on
+    its seed and position only; there also on whether any other row of the batch has top_k or top_p.
+    """
+    from sglang.srt.layers.sampler import Sampler
+    from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
+
+    make = SamplingBatchInfo.from_schedule_batch
+
+    def with_seeds(batch: Any, vocab_size: int) -> Any:
+        info = make(batch, vocab_size)
+        # SGLang keeps this tensor in step with the batch. Its own requests, of the warm-up, have no seed.
+        info.sampling_seed = torch.tensor([request.sampling_params.sampling_seed or 0 for request in batch.reqs])
+        return info
+
+    def sample(self: Any, probs: Tensor, info: Any, positions: Tensor, simple: bool) -> tuple[Tensor, None]:
+        """positions: of each row's last token in its sequence; sampling_arguments chose the keys accordingly."""
+        uniform = uniforms(info.sampling_seed.numpy().view(np.uint64), positions.numpy())
+        return draw_truncated(probs, info.top_ks.numpy(), info.top_ps.double().numpy(), uniform)[:, 0].int(), None
+
+    SamplingBatchInfo.from_schedule_batch = with_seeds
+    Sampler._sample_from_probs = sample
 
 
 class PageableMemory(TorchFunctionMode):

@@ -18,6 +18,7 @@ from itertools import cycle
 from multiprocessing.reduction import ForkingPickler
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -38,6 +39,7 @@ from workers.rollout.base import (
     check_requests,
 )
 from workers.rollout.cached_attention import CACHED_ATTENTION, probe_cache_shape
+from workers.rollout.sampling import keys_from, stream_keys
 from workers.rollout.sglang.sglang_client import Client, SharedBucket
 from workers.rollout.sync.buckets import buckets
 from workers.rollout.sync.expected_weights import ExpectedWeights
@@ -440,9 +442,18 @@ def sampling_arguments(pending: PendingRequest, max_length: int) -> dict[str, An
         "max_new_tokens": room_for(pending.request, max_length) - len(pending.token_ids),
         "stop_token_ids": list(sampling.stop_token_ids),
         "ignore_eos": sampling.ignore_eos,
-        # SGLang uses it only with enable_deterministic_inference, which it does not have on CPU.
-        "sampling_seed": pending.request.seed,
+        # Used on CPU (sglang_cpu.sample_by_seeds), and on CUDA with enable_deterministic_inference.
+        "sampling_seed": stream_of(pending.request),
     }
+
+
+def stream_of(request: Request) -> int:
+    """Key of the request's random numbers, int64, counted by the position of a token's predecessor in the whole sequence.
+
+    SGLang knows a token's position in the sequence only; counts of workers/rollout/sampling.py begin with the response.
+    """
+    key = keys_from(stream_keys([request.seed]), np.array([len(request.prompt_ids) - 1]))
+    return int(key.view(np.int64)[0])
 
 
 def room_for(request: Request, max_length: int) -> int:

@@ -32,14 +32,14 @@ ATTEMPTS, PAUSE = 6000, 0.005
 
 
 def run_scheduler(server_args: Any, *args: Any, **kwargs: Any) -> None:
-    """Entry point of a rank process: SGLang's scheduler, with two changes.
+    """Entry point of a rank process: SGLang's scheduler, with three changes.
 
     Only a request's stop tokens end a response, not those of the model's directory. A thread gives the worker access to the
-    model's weights.
+    model's weights. On CPU requests are sampled by their seeds.
     """
     from sglang.srt.managers import scheduler
 
-    from workers.rollout.sglang.sglang_cpu import PageableMemory
+    from workers.rollout.sglang.sglang_cpu import PageableMemory, sample_by_seeds
 
     class Scheduler(scheduler.Scheduler):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -53,6 +53,8 @@ def run_scheduler(server_args: Any, *args: Any, **kwargs: Any) -> None:
             Thread(target=answer_calls, args=(Client(os.environ[RANKS]), weights), daemon=True).start()
 
     scheduler.Scheduler = Scheduler
+    if server_args.device == "cpu":
+        sample_by_seeds()
     with PageableMemory() if server_args.enable_lora and server_args.device == "cpu" else nullcontext():
         scheduler.run_scheduler_process(server_args, *args, **kwargs)
 

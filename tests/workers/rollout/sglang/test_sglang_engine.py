@@ -20,8 +20,10 @@ from tests.workers.rollout.contract import (
     check_endings,
     check_new_tokens,
     check_refusal,
+    check_seeds,
     check_weights_that_do_not_fit,
     check_what_sleeps,
+    drawn_by_embedded,
     weights_of,
 )
 from tests.workers.rollout.engines import log_prob_error, ragged_prompts, request, spec_of
@@ -113,8 +115,24 @@ def test_why_an_answer_ends(engine: SGLangRollout) -> None:
 
 
 def test_continued_response_equals_the_uninterrupted_one(engine: SGLangRollout) -> None:
-    """Greedy: on CPU SGLang does not use seeds."""
-    check_continuation(engine, temperature=0.0)
+    check_continuation(engine, temperature=1.0)
+
+
+def test_a_seed_fixes_a_response_in_any_batch(engine: SGLangRollout) -> None:
+    check_seeds(engine)
+
+
+def test_draws_are_the_embedded_engines(engine: SGLangRollout, model: PreTrainedModel) -> None:
+    """Also of responses that are recalled, because weights change."""
+    asked, expected = drawn_by_embedded(model)
+    for some in (asked, asked[::5], asked[1::5]):
+        assert [c.token_ids for c in engine.generate(some)] == [expected[request.id] for request in some]
+    engine.submit(asked)
+    done: list[Completion] = []
+    while engine.unfinished:
+        done += engine.step()
+        engine.load_weights(model.named_parameters(), 2)
+    assert {completion.id: completion.token_ids for completion in done} == expected
 
 
 def test_the_models_own_end_token_ends_nothing_unasked(engine: SGLangRollout, model: PreTrainedModel) -> None:

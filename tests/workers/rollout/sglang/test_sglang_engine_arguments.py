@@ -44,7 +44,8 @@ def test_every_field_of_sampling_arrives() -> None:
     assert sampling_arguments(PendingRequest(everything), LENGTH) == sampling_arguments(PendingRequest(plain), LENGTH), (
         "0 is -1: all tokens"
     )
-    assert sampling_arguments(PendingRequest(replace(plain, seed=8)), LENGTH)["sampling_seed"] == 8
+    seeds = {sampling_arguments(PendingRequest(replace(plain, seed=seed)), LENGTH)["sampling_seed"] for seed in (7, 8, 2**64 - 1)}
+    assert len(seeds) == 3 and all(-(2**63) <= seed < 2**63 for seed in seeds), "SGLang takes int64"
     assert sampling_arguments(PendingRequest(replace(plain, sampling=other)), 4)["max_new_tokens"] == 2, (
         "prompt and answer fit together"
     )

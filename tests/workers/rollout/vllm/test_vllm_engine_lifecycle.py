@@ -1,7 +1,6 @@
 """One vLLM engine over its life: requests that come and go, weights, sleep."""
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 import pytest
 import torch
@@ -13,13 +12,15 @@ from tests.workers.rollout.contract import (
     check_endings,
     check_new_tokens,
     check_refusal,
+    check_seeds,
     check_weights_in_flight,
     check_weights_that_do_not_fit,
     check_what_sleeps,
+    drawn_by_embedded,
     weights_of,
 )
-from tests.workers.rollout.engines import log_prob_error, make_engine, ragged_prompts, request
-from tests.workers.rollout.vllm_workers import DEVICE, LENGTH, VLLM, make_small, place, start
+from tests.workers.rollout.engines import log_prob_error, ragged_prompts, request
+from tests.workers.rollout.vllm_workers import DEVICE, VLLM, make_small, place, start
 from workers.roles.worker import Worker
 from workers.rollout.base import Completion, Request
 from workers.rollout.vllm.vllm_engine import VLLMRollout
@@ -65,13 +66,7 @@ def test_log_probs_are_of_the_whole_vocabulary_at_the_temperature(engine: VLLMRo
 
 
 def test_a_seed_fixes_a_response_in_any_batch(engine: VLLMRollout) -> None:
-    requests = [request(i, prompt, seed=2**62 + i) for i, prompt in enumerate(ragged_prompts(6))]
-    together = engine.generate(requests)
-    torch.manual_seed(5)
-    alone = [engine.generate([asked])[0] for asked in reversed(requests)]
-    assert [c.token_ids for c in together] == [c.token_ids for c in reversed(alone)]
-    others = engine.generate([replace(asked, seed=asked.seed + 100) for asked in requests])
-    assert [c.token_ids for c in together] != [c.token_ids for c in others]
+    check_seeds(engine)
 
 
 def test_prompts_that_enter_over_several_steps_change_no_draw(engine: VLLMRollout) -> None:
@@ -82,20 +77,9 @@ def test_prompts_that_enter_over_several_steps_change_no_draw(engine: VLLMRollou
     assert [c.token_ids for c in together] == [c.token_ids for c in alone]
 
 
-SAMPLINGS: list[dict[str, object]] = [
-    {},
-    {"temperature": 0.7, "top_k": 7},
-    {"top_p": 0.6},
-    {"temperature": 0.0},
-    {"temperature": 1.6, "top_k": 20, "top_p": 0.8},
-]
-
-
 def test_draws_are_the_embedded_engines(engine: VLLMRollout, model: PreTrainedModel) -> None:
     """Also of prompts that enter over several steps, of answers that new weights interrupt, and with no row cut or every one."""
-    prompts = [*ragged_prompts(30), *ragged_prompts(15, longest=200, seed=3)]
-    asked = [request(i, prompt, **SAMPLINGS[i % 5], ignore_eos=True, seed=7 - i) for i, prompt in enumerate(prompts)]
-    expected = {completion.id: completion.token_ids for completion in make_engine(model, max_model_len=LENGTH).generate(asked)}
+    asked, expected = drawn_by_embedded(model)
     for some in (asked, asked[::5], asked[1::5]):
         assert [c.token_ids for c in engine.generate(some)] == [expected[request.id] for request in some]
     engine.submit(asked[:16])
