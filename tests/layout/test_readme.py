@@ -18,7 +18,9 @@ from typing import get_args
 
 import pytest
 
+from configs.base.keys import keys_of
 from configs.schema.common import AggMode
+from configs.schema.ppo import PPOConfig
 from tests.experiments import EXPERIMENTS, started_by
 from tests.layout.source import ROOT, parse, python_files
 from trainer import (
@@ -271,3 +273,16 @@ def test_paths_in_prose_exist(page: str) -> None:
 def test_every_method_is_on_the_algorithms_page() -> None:
     page = (ROOT / "docs/algorithms.md").read_text()
     assert [name for name in (*ADVANTAGES, *POLICY_LOSSES, *get_args(AggMode)) if f"`{name}`" not in page] == []
+
+
+def test_readme_says_for_whom_it_is_and_what_to_use_instead() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    section = text.split("## Is it for you?")[1].split("\n## ")[0]
+    instead = [line.split("|")[1] for line in section.splitlines() if line.startswith("| [")]
+    assert all(any(name in cell for cell in instead) for name in ("verl", "OpenRLHF", "TRL"))
+    assert "Not there yet:" in section and len(text.splitlines()) <= 140
+
+
+def test_readme_counts_the_keys() -> None:
+    (counted,) = re.findall(r"the configuration's (\d+) keys", (ROOT / "README.md").read_text(encoding="utf-8"))
+    assert int(counted) == len(keys_of(PPOConfig).leaves)
