@@ -1,7 +1,9 @@
 """A new user's first task: from trainer.main_init to a held-out gain, for three tasks that the repository does not have, as JSON.
 
     python scripts/bench/first_hour.py                       # three tasks, seeds 1 2 3: half an hour on two idle cores
-    python scripts/bench/first_hour.py --tasks brackets --seeds 1 --out first_hour.json
+    python scripts/bench/first_hour.py --tasks brackets --seeds 1 --out first_hour.jsonl
+
+A run is appended to --out as it ends, as one line of JSON, so that an interrupted table keeps what it has measured.
 
 Each task is what a user would type: main_init, an edit of its functions (EDITS), and the commands of the README that was written.
 """
@@ -136,7 +138,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="From trainer.main_init to a held-out gain")
     parser.add_argument("--tasks", nargs="+", choices=EDITS, default=list(EDITS))
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3])
-    parser.add_argument("--out", type=Path, help="file for the JSON")
+    parser.add_argument("--out", type=Path, help="file that each run is appended to, as a line of JSON")
     args = parser.parse_args(argv)
     rows = []
     for task in args.tasks:
@@ -147,11 +149,11 @@ def main(argv: Sequence[str] | None = None) -> None:
             print(
                 f"{task} {seed}: {row['before']:.2f} -> {row['after']:.2f} in {row['seconds']:.0f} s", file=sys.stderr, flush=True
             )
+            if args.out is not None:
+                with args.out.open("a") as file:
+                    file.write(json.dumps(row) + "\n")
     gains = {task: statistics.median(row["after"] - row["before"] for row in rows if row["task"] == task) for task in args.tasks}
-    report = json.dumps({"median_gain": gains, "runs": rows}, indent=1)
-    print(report)
-    if args.out is not None:
-        args.out.write_text(report + "\n")
+    print(json.dumps({"median_gain": gains, "runs": rows}, indent=1))
 
 
 if __name__ == "__main__":

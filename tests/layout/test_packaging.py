@@ -61,3 +61,13 @@ def test_citation_has_the_current_version() -> None:
 @pytest.mark.parametrize("target", PYPROJECT["project"]["scripts"].values())
 def test_console_scripts_name_callables(target: str) -> None:
     assert callable(pkgutil.resolve_name(target))
+
+
+def test_every_program_has_a_command() -> None:
+    programs = {f"trainer.{path.stem}:main" for path in (ROOT / "trainer").glob("main_*.py")}
+    converters = {
+        f"data_preprocess.{path.stem}:main" for path in (ROOT / "data_preprocess").glob("*.py") if "def main(" in path.read_text()
+    }
+    assert {*PYPROJECT["project"]["scripts"].values()} == programs | converters
+    table = (ROOT / "docs/install.md").read_text()
+    assert [name for name in PYPROJECT["project"]["scripts"] if f"`{name}`" not in table] == []

@@ -21,7 +21,8 @@ class Guard:
 
     def __init__(self, places: Collection[str]) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "workers.controller.ray.guard", *places],
+            # -P: no folder of the working directory is imported in place of this package.
+            [sys.executable, "-P", "-m", "workers.controller.ray.guard", *places],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,

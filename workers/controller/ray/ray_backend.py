@@ -17,6 +17,7 @@ from typing import Any, Literal
 import psutil
 import ray
 from ray._private import ray_constants
+from ray.job_config import JobConfig
 from ray.util.placement_group import PlacementGroup, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
@@ -42,6 +43,16 @@ PEER_LOST = re.compile(r"[Cc]onnection (reset|closed) by peer|[Bb]roken pipe|rem
 EXIT_DETAIL = re.compile(r"Worker exit detail: (.*?)(?: Some common causes|$)")  # of a process that died while its node lives
 IN_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # set by `ray job submit` for the processes that it starts
 HOMES_SECONDS, NODE_SECONDS = 2.0, 30.0  # limits for locating a group's ranks, and for inspecting processes of another node
+
+
+class DriverImports(JobConfig):
+    """Workers import from PYTHONPATH only.
+
+    Ray would put the working directory before it, where a user's folder `trainer` or `workers` hides this package's.
+    """
+
+    def _runtime_env_has_working_dir(self) -> bool:
+        return True  # what Ray asks before it adds the directories of the script and of the work
 
 
 class RayBackend(Backend):
@@ -111,7 +122,7 @@ class RayBackend(Backend):
         self._opened.callback(Guard(session.places).dismiss)
         self._opened.callback(end_ray, session.places)
         with set_environment({**environment, MARK: session.mark}), loopback_only():
-            ray.init(**options)
+            ray.init(**options, job_config=DriverImports())
 
     def _join(self, ray_init: Mapping[str, Any], environment: Mapping[str, str]) -> None:
         """Connect to a running cluster."""
@@ -122,7 +133,7 @@ class RayBackend(Backend):
         self._opened.callback(ray.shutdown)
         # Overriding the job's runtime_env keeps its PYTHONPATH, which is part of the import path above.
         with set_environment({"RAY_OVERRIDE_JOB_RUNTIME_ENV": "1"}):
-            ray.init(**options)
+            ray.init(**options, job_config=DriverImports())
 
     def start_group(
         self,

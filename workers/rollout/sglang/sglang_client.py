@@ -36,7 +36,11 @@ class Client(Calls):
             # Closes this process's copy after the start: only then does the engine's exit show as end of file.
             with engine_socket:
                 process = subprocess.Popen(
-                    [sys.executable, "-m", "workers.rollout.sglang.sglang_server", str(os.getpid()), str(engine_socket.fileno())],
+                    # -P: no folder of the working directory is imported in place of this package.
+                    [
+                        *(sys.executable, "-P", "-m", "workers.rollout.sglang.sglang_server"),
+                        *(str(os.getpid()), str(engine_socket.fileno())),
+                    ],
                     env={**os.environ, **environment, "PYTHONPATH": os.pathsep.join(import_path()), RANKS: str(listener.address)},
                     stdin=subprocess.DEVNULL,
                     pass_fds=[engine_socket.fileno()],
