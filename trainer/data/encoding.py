@@ -107,10 +107,12 @@ class SizeCache:
         self.path: Path | None = None
         """None if the tokens may depend on anything else: a tokenizer in Python, a template with today's date."""
         self._n = len(rows)
-        backend, template = getattr(tokenizer, "backend_tokenizer", None), json.dumps(tokenizer.chat_template, default=str)
-        if backend is None or "strftime_now" in template:
+        from transformers import PreTrainedTokenizerFast  # imported late: tokenising processes start faster without it
+
+        template = json.dumps(tokenizer.chat_template, default=str)
+        if not isinstance(tokenizer, PreTrainedTokenizerFast) or "strftime_now" in template:
             return
-        about = [settings, backend.to_str(), template, tokenizer.special_tokens_map, _packages()]
+        about = [settings, tokenizer.backend_tokenizer.to_str(), template, tokenizer.special_tokens_map, _packages()]
         found = hashlib.sha256(json.dumps(about, default=str, sort_keys=True).encode())
         found.update(np.asarray(rows, dtype=np.int64).tobytes())
         for name in files:
@@ -124,7 +126,7 @@ class SizeCache:
         if self.path is None or not self.path.exists():
             return None
         try:
-            with np.load(self.path) as arrays:  # a zip archive, which has a checksum
+            with np.load(self.path, allow_pickle=False) as arrays:  # a zip archive, which has a checksum
                 sizes: np.ndarray = arrays["sizes"]
         except (OSError, ValueError, KeyError, EOFError, BadZipFile):
             return None
