@@ -103,7 +103,8 @@ RECOMPUTED = ("actor_rollout_ref.model.enable_gradient_checkpointing=true", "cri
 MEMORY: dict[str, tuple[Workload, tuple[str, ...]]] = {
     "84M, one worker": (LONG, ()),
     "84M, one worker, recomputed": (LONG, RECOMPUTED),
-    "84M, one worker, micro-batches of 512": (LONG, (f"{ACTOR}.ppo_max_token_len_per_gpu=512",)),
+    # A prompt and two of its responses fill a micro-batch.
+    "84M, one worker, micro-batches of 448": (LONG, (f"{ACTOR}.ppo_max_token_len_per_gpu=448",)),
     "84M, FSDP over two": (LONG, TWO),
     "84M, Ulysses 2, recomputed": (LONG, (*TWO, *RECOMPUTED, f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size=2")),
     "84M, split in two": (LONG, LAYOUTS["3.39M, split"][1]),
