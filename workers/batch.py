@@ -10,8 +10,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
+
+
+def repeat_rows(values: Tensor, lengths: Tensor) -> Tensor:
+    """The value of its row at each token: values (B,), lengths (B,) -> (T,)."""
+    if lengths.device.type != "cpu":
+        return torch.repeat_interleave(values, lengths)
+    # NumPy fills runs of equal values ten times as fast as torch's gather.
+    return torch.from_numpy(np.repeat(values.numpy(), lengths.numpy()))
 
 
 @dataclass
@@ -57,11 +66,11 @@ class Batch:
 
     def segment_ids(self) -> Tensor:
         """Row index of each token: int64 (T,)."""
-        return torch.repeat_interleave(torch.arange(len(self)), self.lengths)
+        return repeat_rows(torch.arange(len(self)), self.lengths)
 
     def positions(self) -> Tensor:
         """Position of each token in its sequence: int64 (T,)."""
-        return torch.arange(self.total_tokens) - torch.repeat_interleave(self.offsets[:-1], self.lengths)
+        return torch.arange(self.total_tokens) - repeat_rows(self.offsets[:-1], self.lengths)
 
     def split_rows(self, name: str) -> list[Tensor]:
         """Split ``tokens[name]`` into the B sequences."""
@@ -73,7 +82,7 @@ class Batch:
         starts, lengths = self.offsets[:-1][rows], self.lengths[rows]
         ends = lengths.cumsum(0)
         # Source index of each output token: its output index, shifted by (start in the source - start in the output) of its row.
-        where = torch.arange(int(lengths.sum())) + torch.repeat_interleave(starts - (ends - lengths), lengths)
+        where = torch.arange(int(lengths.sum())) + repeat_rows(starts - (ends - lengths), lengths)
         return Batch(
             lengths=lengths,
             tokens={name: value.index_select(0, where) for name, value in self.tokens.items()},

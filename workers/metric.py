@@ -6,8 +6,9 @@ how a batch was split. Quantiles have no such summary: ``Sample`` keeps all valu
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from typing import Literal
 
 import numpy as np
@@ -82,9 +83,6 @@ class Sample:
         """Select ``values`` (T,) where ``mask`` (T,) is set."""
         return cls(values.detach()[mask.bool()].float().cpu().numpy())
 
-    def join(self, other: Sample) -> Sample:
-        return Sample(np.concatenate([self.values, other.values]))
-
     def quantiles(self, name: str) -> dict[str, float]:
         """Return ``name``_p01, _p50 and _p99; an empty dict if there are no values."""
         if not len(self.values):
@@ -97,11 +95,11 @@ Metrics = dict[str, Metric | Sample]
 
 def join_metrics(parts: Iterable[Mapping[str, Metric | Sample]]) -> Metrics:
     """Merge metrics by name over all parts, in the order of the parts (which fixes the rounding of sums)."""
-    joined: Metrics = {}
+    found: dict[str, list[Metric | Sample]] = {}
     for part in parts:
         for name, metric in part.items():
-            joined[name] = _join(joined[name], metric) if name in joined else metric
-    return joined
+            found.setdefault(name, []).append(metric)
+    return {name: _joined(values) for name, values in found.items()}
 
 
 def plain_numbers(metrics: Mapping[str, Metric | Sample]) -> dict[str, float]:
@@ -115,12 +113,12 @@ def plain_numbers(metrics: Mapping[str, Metric | Sample]) -> dict[str, float]:
     return numbers
 
 
-def _join(one: Metric | Sample, other: Metric | Sample) -> Metric | Sample:
-    if isinstance(one, Metric):
-        assert isinstance(other, Metric), "cannot join a number with a sample"
-        return one.join(other)
-    assert isinstance(other, Sample), "cannot join a sample with a number"
-    return one.join(other)
+def _joined(parts: Sequence[Metric | Sample]) -> Metric | Sample:
+    numbers = [part for part in parts if isinstance(part, Metric)]
+    samples = [part.values for part in parts if isinstance(part, Sample)]
+    assert not (numbers and samples), "cannot join a number with a sample"
+    # Samples at once: one after the other would copy the first of n parts n times.
+    return reduce(Metric.join, numbers) if numbers else Sample(np.concatenate(samples))
 
 
 def masked_extreme(values: Tensor, mask: Tensor, reduce: Literal["max", "min"]) -> Metric:

@@ -107,10 +107,9 @@ def _has_turns(batch: Batch, sampled: Tensor) -> Tensor:
 
     Either tokens after its prompt were not sampled, or it is a later part of a trajectory.
     """
-    ends = batch.offsets[1:]
-    before = torch.nn.functional.pad(sampled.bool().cumsum(0), (1, 0))
+    ends, tokens = batch.offsets[1:], sampled.bool().nonzero()[:, 0]
     after_prompt = batch.lengths - batch.rows["prompt_length"]
-    holes = before[ends] - before[ends - after_prompt] < after_prompt
+    holes = torch.searchsorted(tokens, ends) - torch.searchsorted(tokens, ends - after_prompt) < after_prompt
     return holes | (batch.rows["part"] > 0) if "part" in batch.rows else holes
 
 

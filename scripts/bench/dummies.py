@@ -84,7 +84,7 @@ class Dummy:
             CLOCK.spent[PHASES[f"{role} {method}"]] += time.perf_counter() - started
             CLOCK.cpu += time.process_time() - used
 
-    def sync_weights(self, role: str, version: int) -> Metrics:
+    def sync_weights(self, role: str, version: int, keep_cache: bool = False) -> Metrics:
         return {}
 
     def advance(self, role: str, prompts: Batch, sampling: Sampling, steps: int) -> Batch:
@@ -98,7 +98,7 @@ class Dummy:
         }
         return Batch(lengths, tokens, {"id": prompts.rows["id"], "finished": finished})
 
-    def forward(self, role: str, batch: Batch, plan: MicroBatches, outputs: list[str], adapter: bool) -> Batch:
+    def forward(self, role: str, batch: Batch, plan: MicroBatches, outputs: list[str], adapter: bool, snapshot: bool) -> Batch:
         return Batch(batch.lengths, {name: torch.full((batch.total_tokens,), -2.0) for name in outputs})
 
     def train_step(self, role: str, batch: Batch, plan: MicroBatches) -> Metrics:

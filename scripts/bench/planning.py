@@ -9,8 +9,8 @@
 backtest composes every row of scripts/gpu/rows.py that docs/gpu.json has a time of, as it was run, and predicts its phases.
 layouts runs steps of small models by scripts/bench/step.py in several layouts. CPU seconds of all processes are compared, because
 the machine may be shared: the predicted ones are the sum of each phase over the workers of its pool. memory runs a model of 84M
-in several layouts and compares the peak of each worker's anonymous memory, less what the process had before it had a model, with
-the dry run's estimate; freed memory is returned to the system at once. published predicts how long
+in several layouts and compares the peak of each worker's memory, without files, with the dry run's estimate; freed memory is
+returned to the system at once. published predicts how long
 this trainer would take with the settings of another system's published run. Its Megatron has no expert parallelism; for runs that
 had it, the exchange of tokens between experts is added here.
 """
@@ -103,7 +103,8 @@ RECOMPUTED = ("actor_rollout_ref.model.enable_gradient_checkpointing=true", "cri
 MEMORY: dict[str, tuple[Workload, tuple[str, ...]]] = {
     "84M, one worker": (LONG, ()),
     "84M, one worker, recomputed": (LONG, RECOMPUTED),
-    "84M, one worker, micro-batches of 512": (LONG, (f"{ACTOR}.ppo_max_token_len_per_gpu=512",)),
+    # A prompt and two of its responses fill a micro-batch.
+    "84M, one worker, micro-batches of 448": (LONG, (f"{ACTOR}.ppo_max_token_len_per_gpu=448",)),
     "84M, FSDP over two": (LONG, TWO),
     "84M, Ulysses 2, recomputed": (LONG, (*TWO, *RECOMPUTED, f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size=2")),
     "84M, split in two": (LONG, LAYOUTS["3.39M, split"][1]),
@@ -280,7 +281,7 @@ def layout(name: str, hardware: Hardware, records: Path) -> dict[str, Any]:
 
 
 def memory(name: str) -> Iterator[dict[str, Any]]:
-    """Bytes of the fullest worker of each pool: before it has a model, at its peak less that, and predicted with its phase."""
+    """Bytes of the fullest worker of each pool: before it has a model, at its peak, and predicted with its phase."""
     work, overrides = MEMORY[name]
     with tempfile.TemporaryDirectory() as temporary, mock.patch.dict(os.environ, RETURNED_AT_ONCE, BENCH_MEMORY="1"):
         folder = Path(temporary)
@@ -295,15 +296,15 @@ def memory(name: str) -> Iterator[dict[str, Any]]:
     for pool in place.pools:
         here = [worker for worker in found if {*worker["roles"]} & {*pool.roles}]
         most = max((use for use in uses if use.pool == pool.name), key=lambda use: use.bytes or 0.0)
-        before = max(worker["before"] for worker in here)
-        peak = max(worker["peak"] - worker["before"] for worker in here)
-        row = {"name": name, "pool": pool.name, "before": before, "measured": peak, "predicted": most.bytes, "phase": most.phase}
+        fullest = max(here, key=lambda worker: worker["peak"])
+        row = {"name": name, "pool": pool.name, "before": fullest["before"], "measured": fullest["peak"]}
+        row |= {"predicted": most.bytes, "phase": most.phase}
         print(json.dumps(row), file=sys.stderr, flush=True)
         yield row
 
 
 def memory_table(rows: Sequence[dict[str, Any]]) -> str:
-    lines = ["| layout, pool | process, MB | peak above it, MB | predicted | in | error |", "|---|---|---|---|---|---|"]
+    lines = ["| layout, pool | without a model, MB | peak, MB | predicted | in | error |", "|---|---|---|---|---|---|"]
     for row in rows:
         before, measured, predicted = (1e-6 * row[key] for key in ("before", "measured", "predicted"))
         error = f"{predicted / measured - 1:+.1%}"

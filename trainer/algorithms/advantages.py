@@ -17,7 +17,8 @@ from torch import Tensor
 
 from configs.schema.ppo import AlgorithmConfig
 from trainer.algorithms.registry import Registry
-from trainer.algorithms.segments import counts_in, discounted_to_come, group_ids, row_ids, sum_by, whiten
+from trainer.algorithms.segments import counts_in, discounted_to_come, group_ids, row_ids, sum_by, sum_rows, whiten
+from workers.batch import repeat_rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +54,7 @@ class AdvantageInputs:
 
     def scores(self) -> Tensor:
         """R of each response, float64 (B,)."""
-        return sum_by(self.token_rewards, self.rows(), len(self.lengths))
+        return sum_rows(self.token_rewards, self.lengths)
 
     def trained_counts(self) -> Tensor:
         """Number of trained tokens of each response, int64 (B,)."""
@@ -61,7 +62,7 @@ class AdvantageInputs:
 
     def outcome(self, per_row: Tensor) -> "Advantages":
         """Broadcast one value per response (B,) to its trained tokens, as advantage and as return."""
-        spread = per_row[self.rows()].to(self.token_rewards.dtype) * self.response_mask
+        spread = repeat_rows(per_row.to(self.token_rewards.dtype), self.lengths) * self.response_mask
         return Advantages(spread, spread)
 
     def discount(self, factor: float, over: Literal["token", "turn"]) -> Tensor:

@@ -7,10 +7,11 @@ on the split.
 
 from typing import get_args
 
-import torch
 from torch import Tensor
 
 from configs.schema.common import AggMode
+from trainer.algorithms.segments import sum_rows
+from workers.batch import repeat_rows
 
 
 def token_weights(mode: AggMode, response_mask: Tensor, lengths: Tensor, norm_length: int) -> Tensor:
@@ -22,8 +23,7 @@ def token_weights(mode: AggMode, response_mask: Tensor, lengths: Tensor, norm_le
     A mini-batch without a trained token has weight 0 everywhere.
     """
     mask = response_mask.double()
-    segments = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
-    per_row = torch.zeros(len(lengths), dtype=torch.float64).index_add_(0, segments, mask)
+    per_row = sum_rows(mask, lengths)
     # Rows without a trained token are not counted, as in verl 0.9.1.
     n_rows = (per_row > 0).sum().clamp(min=1)
     match mode:
@@ -34,7 +34,7 @@ def token_weights(mode: AggMode, response_mask: Tensor, lengths: Tensor, norm_le
         case "seq-mean-token-sum":
             weights = mask / n_rows
         case "seq-mean-token-mean":
-            weights = mask / (n_rows * per_row.clamp(min=1)[segments])
+            weights = mask / repeat_rows(n_rows * per_row.clamp(min=1), lengths)
         case "seq-mean-token-sum-norm":
             weights = mask / (n_rows * norm_length)
         case _:

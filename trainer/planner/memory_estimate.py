@@ -25,6 +25,7 @@ WORK = {"actor": "log-probs", "ref": "log-probs", "critic": "values"}
 ASLEEP = 1.8e9  # upper limit of what a sleeping vLLM or SGLang engine keeps on the GPU (docs/performance.md)
 # What a process takes outside torch's allocator, measured on an H200 with torch 2.11 (docs/performance.md).
 RUNTIME = 0.8e9  # CUDA context, kernels, cuBLAS workspaces
+PROCESS = 0.31e9  # CPU: Python with torch, transformers and Ray, without files (scripts/bench/planning.py memory)
 NCCL = 1.2e9  # communicators of a worker with peers: a main group and one more, after their first collectives
 
 
@@ -219,8 +220,7 @@ def estimate(config: PPOConfig, place: Placement, shapes: Mapping[str, Shape], g
         here = {key: role for key, role in roles.items() if role.pool is pool}
         resting = {key: role.at_rest() for key, role in here.items()}
         rests = sum(resting.values())
-        if on_cuda:
-            rests += RUNTIME + (NCCL if world_size(pool) > 1 else 0.0)
+        rests += PROCESS if not on_cuda else RUNTIME + (NCCL if world_size(pool) > 1 else 0.0)
         asleep = 0.0
         if "rollout" in pool.roles:
             if engine.name == "embedded":

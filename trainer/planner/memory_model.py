@@ -112,6 +112,11 @@ class Setting:
     cuda: bool = True
 
     @property
+    def wrapped(self) -> bool:
+        """Whether FSDP gathers and casts: not on one rank that computes in its parameters' own float32 (sharding.shard)."""
+        return self.gpus > 1 or not self.kept == self.compute >= FLOAT32
+
+    @property
     def unsharded(self) -> bool:
         """Whether every GPU holds unsharded gradients of earlier micro-batches."""
         return self.several and self.no_sync
@@ -145,8 +150,8 @@ def gradients(shape: Shape, setting: Setting, layers_left: float) -> float:
 
 
 def gathered(shape: Shape, setting: Setting, layers: int) -> float:
-    """Bytes of gathered weights in the compute dtype: root and ``layers`` decoder layers (one in use, one prefetched)."""
-    return setting.compute * (shape.root_parameters + layers * shape.layer_parameters)
+    """Bytes of gathered or cast weights in the compute dtype: root and ``layers`` decoder layers (one in use, one prefetched)."""
+    return setting.compute * (shape.root_parameters + layers * shape.layer_parameters) if setting.wrapped else 0.0
 
 
 def head_gradient(shape: Shape, setting: Setting) -> float:
@@ -159,7 +164,7 @@ def head_gradient(shape: Shape, setting: Setting) -> float:
 
 def reducing(shape: Shape, setting: Setting) -> float:
     """Bytes of one layer's float32 gradients during reduce-scatter, kept until the next layer's follow."""
-    return FLOAT32 * shape.layer_parameters if setting.trained else 0.0
+    return FLOAT32 * shape.layer_parameters if setting.trained and setting.wrapped else 0.0
 
 
 def layer_inputs(shape: Shape, setting: Setting, layers: float) -> float:
@@ -327,7 +332,7 @@ def in_reduction(shape: Shape, setting: Setting, row: float) -> Parts:
     """
     root = shape.root_parameters if setting.trained else 0
     # The gradients in the compute dtype, their float32 copy, and the reduced float32 shard.
-    crossing = root * (setting.compute + FLOAT32 + FLOAT32 / setting.gpus)
+    crossing = root * (setting.compute + (FLOAT32 + FLOAT32 / setting.gpus if setting.wrapped else 0))
     return {
         **resident(shape, setting),
         "gradients": gradients(shape, setting, 0) + crossing,

@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from trainer.data.dataset import Prompt
-from workers.batch import Batch
+from workers.batch import Batch, repeat_rows
 
 
 def prompt_batch(prompts: Sequence[Prompt], seeds: Sequence[int], greedy: torch.Tensor) -> Batch:
@@ -44,7 +44,7 @@ def join_responses(questions: Batch, answers: Batch) -> Batch:
     Tokens (T,): input_ids, response_mask, rollout_log_probs (0 in prompts), weight_version (-1 in prompts).
     """
     whole = Batch(questions.lengths + answers.lengths)
-    is_answer = whole.positions() >= torch.repeat_interleave(questions.lengths, whole.lengths)
+    is_answer = whole.positions() >= repeat_rows(questions.lengths, whole.lengths)
     # masked_scatter fills the positions of a mask in order, which merges the two flat batches without a loop over rows.
     ids = torch.empty(len(is_answer), dtype=torch.int64).masked_scatter_(~is_answer, questions.tokens["input_ids"])
     log_probs = torch.zeros(len(is_answer))

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from configs.schema.ppo import RewardConfig
 from trainer.agents.sessions.session_flow import AgentSessions, Flow, Session, SessionFlow, agent_metrics
-from trainer.algorithms.segments import counts_in, last_in, sum_by
+from trainer.algorithms.segments import counts_in, last_in, sum_rows
 from trainer.algorithms.trajectories import Trajectories
 from trainer.cluster.watchdog import Watchdog
 from trainer.data.dataset import Prompt, PromptStream
@@ -442,9 +442,10 @@ def token_rewards(batch: Batch, reward: Tensor) -> Tensor:
     trajectories = Trajectories.of(batch)
     whole = trajectories.joined(batch)
     # The remainder keeps each sum equal to the reward, whatever penalties and shaping have changed since scoring.
-    found = whole.tokens.get("model_rewards", torch.zeros(whole.total_tokens)).clone()
+    rest, given = reward[trajectories.last], whole.tokens.get("model_rewards")
+    found = torch.zeros(whole.total_tokens) if given is None else given.clone()
     last = whole.offsets[:-1] + last_in(whole.tokens["response_mask"], whole.lengths)
-    found[last] += reward[trajectories.last] - sum_by(found, whole.segment_ids(), len(whole)).float()
+    found[last] += rest if given is None else rest - sum_rows(given, whole.lengths).float()
     return trajectories.split(found)
 
 

@@ -17,7 +17,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from trainer.algorithms.segments import counts_in, first_in, group_ids, sum_by
+from trainer.algorithms.segments import counts_in, first_in, group_ids, sum_by, sum_rows
 from trainer.algorithms.trajectories import Trajectories
 from trainer.run.timing import WHOLE_STEP, Phases
 from workers.batch import Batch
@@ -42,23 +42,24 @@ def data_metrics(batch: Batch, max_prompt_length: int) -> dict[str, float]:
     """
     batch = Trajectories.of(batch).joined(batch)
     mask = batch.tokens["response_mask"].bool()
+    trained = mask.nonzero()[:, 0]
     sampled = batch.tokens["sampled_mask"]
     prompts = first_in(sampled, batch.lengths).double()
     metrics = (
         _spread("critic/score", batch.rows["score"])
-        | _spread("critic/rewards", sum_by(batch.tokens["token_level_rewards"], batch.segment_ids(), len(batch)))
-        | _spread("critic/advantages", batch.tokens["advantages"][mask])
-        | _spread("critic/returns", batch.tokens["returns"][mask])
+        | _spread("critic/rewards", sum_rows(batch.tokens["token_level_rewards"], batch.lengths))
+        | _spread("critic/advantages", batch.tokens["advantages"].index_select(0, trained))
+        | _spread("critic/returns", batch.tokens["returns"].index_select(0, trained))
         | _spread("response_length", counts_in(sampled, batch.lengths))
         | _spread("prompt_length", prompts)
     )
     metrics["response_length/clip_ratio"] = float((batch.rows["finished"] == 0).double().mean())
     metrics["prompt_length/clip_ratio"] = float((prompts >= max_prompt_length).double().mean())
-    learnt = sum_by((batch.tokens["advantages"].abs() > ROUNDING) & mask, batch.segment_ids(), len(batch))
+    learnt = counts_in((batch.tokens["advantages"].abs() > ROUNDING) & mask, batch.lengths)
     group, size = group_ids(batch.rows["group"])
     metrics["training/zero_signal_groups"] = float((sum_by(learnt, group, len(size)) == 0).double().mean())
     if "values" in batch.tokens:
-        values, returns = batch.tokens["values"][mask].double(), batch.tokens["returns"][mask].double()
+        values, returns = (batch.tokens[name].index_select(0, trained).double() for name in ("values", "returns"))
         metrics |= _spread("critic/values", values)
         # 1 for a perfect critic, 0 for one that predicts a constant, negative for a worse one. 1e-5 avoids 0 / 0.
         unexplained = (returns - values).var(correction=0) / (returns.var(correction=0) + 1e-5)
@@ -243,8 +244,8 @@ def _spread(name: str, values: Tensor) -> dict[str, float]:
     """Mean, max and min of ``values`` as metrics; none if it is empty."""
     if not len(values):
         return {}
-    exact = values.double()
-    return {f"{name}/mean": float(exact.mean()), f"{name}/max": float(exact.max()), f"{name}/min": float(exact.min())}
+    least, most = values.aminmax()
+    return {f"{name}/mean": float(values.double().mean()), f"{name}/max": float(most), f"{name}/min": float(least)}
 
 
 def _means_by_group(uids: Sequence[int], values: Sequence[float]) -> list[float]:

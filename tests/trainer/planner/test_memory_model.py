@@ -47,7 +47,7 @@ def fullest(folder: Path, config: dict[str, Any], setting: Setting, tokens: int,
     with one_rank(folder):
         engine = toy_engine(
             save_tiny_model(folder / "model", **config),
-            dtype="bfloat16",
+            dtype={2: "bfloat16", 4: "float32"}[setting.compute],
             model_dtype={2: "bfloat16", 4: "float32"}[setting.kept],
             enable_gradient_checkpointing=setting.recompute,
             tiled_mlp=TiledMLPConfig(enabled=setting.pieces > 1, num_shards=setting.pieces),
@@ -88,6 +88,9 @@ def run(engine: FSDPEngine, config: dict[str, Any], tokens: int, rows: int, *, f
         ({"vocab_size": 4096, "tie_word_embeddings": True}, Setting(), 1024),
         ({}, Setting(several=True), 1024),
         ({}, Setting(pieces=8), 1024),
+        ({}, Setting(compute=4), 1024),
+        pytest.param(*({}, Setting(compute=4, several=True), 512), marks=SOAK),
+        pytest.param(*({"num_hidden_layers": 12, "hidden_size": 256}, Setting(compute=4), 256), marks=SOAK),
         pytest.param(*({}, Setting(several=True), 2048), marks=SOAK),
         pytest.param(*({}, Setting(pieces=8), 2048), marks=SOAK),
         pytest.param(*({"intermediate_size": 2560}, Setting(pieces=4), 1024), marks=SOAK),
@@ -100,19 +103,20 @@ def test_peak_of_a_train_step_equals_the_model(tmp_path: Path, changes: dict[str
 
 
 @pytest.mark.parametrize(
-    ("changes", "several", "tokens"),
+    ("changes", "several", "compute", "tokens"),
     [
-        ({}, False, 1024),
-        pytest.param({"num_hidden_layers": 12}, False, 1024, marks=SOAK),
-        pytest.param({}, False, 4096, marks=SOAK),
-        pytest.param({"hidden_size": 256}, True, 2048, marks=SOAK),
-        pytest.param({"vocab_size": 4096}, False, 1024, marks=SOAK),
-        pytest.param({"num_hidden_layers": 8, "intermediate_size": 320}, False, 512, marks=SOAK),
+        ({}, False, 2, 1024),
+        ({"hidden_size": 256}, True, 4, 512),
+        pytest.param({"num_hidden_layers": 12}, False, 2, 1024, marks=SOAK),
+        pytest.param({}, False, 4, 4096, marks=SOAK),
+        pytest.param({"hidden_size": 256}, True, 2, 2048, marks=SOAK),
+        pytest.param({"vocab_size": 4096}, False, 2, 1024, marks=SOAK),
+        pytest.param({"num_hidden_layers": 8, "intermediate_size": 320}, False, 2, 512, marks=SOAK),
     ],
 )
-def test_peak_without_recomputation(tmp_path: Path, changes: dict[str, Any], several: bool, tokens: int) -> None:
+def test_peak_without_recomputation(tmp_path: Path, changes: dict[str, Any], several: bool, compute: int, tokens: int) -> None:
     """7B on an H200 (docs/performance.md): 100.1 GB."""
-    config, setting = SMALL | changes, Setting(recompute=False, several=several)
+    config, setting = SMALL | changes, Setting(recompute=False, several=several, compute=compute)
     message = sum(training(Shape.of(config), replace(setting, cuda=False), tokens).values())
     assert message == pytest.approx(fullest(tmp_path, config, setting, tokens), rel=0.05)
     on_h200 = training(Shape.of(SHAPES["7b"]), Setting(kept=2, recompute=False), 8192)

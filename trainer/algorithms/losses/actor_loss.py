@@ -190,9 +190,10 @@ def entropy_mask(response_mask: Tensor) -> Tensor:
     The n-th trained token of the batch is selected where frac(n * golden ratio) < 1/16 (Weyl sequence). The sample is evenly
     spread for any pattern of lengths, and computed before the split, hence independent of ranks and micro-batches.
     """
-    number = response_mask.bool().cumsum(0) - 1
+    trained = response_mask.bool()
+    number = torch.arange(int(trained.count_nonzero()), device=trained.device)
     # Fixed point: 2654435769 = 2^32 / golden ratio, and 2^28 = 2^32 / 16. Integers, since a float32 n * ratio loses its fraction.
-    return response_mask.bool() & (number * 2654435769 % 2**32 < 2**28)
+    return trained.masked_scatter(trained, number.mul_(2654435769).bitwise_and_(2**32 - 1) < 2**28)
 
 
 def importance(inputs: PolicyLossInputs, is_weights: Tensor, needs: frozenset[str]) -> Tensor:
