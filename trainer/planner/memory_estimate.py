@@ -224,7 +224,11 @@ def estimate(config: PPOConfig, place: Placement, shapes: Mapping[str, Shape], g
         asleep = 0.0
         if "rollout" in pool.roles:
             if engine.name == "embedded":
-                yield Use(pool.name, "answers", rests + embedded_bytes(config, pool, roles["actor_rollout_ref.actor"].shape))
+                actor = roles["actor_rollout_ref.actor"]
+                own = rests + embedded_bytes(config, pool, actor.shape)
+                yield Use(pool.name, "answers", own)
+                if arriving := arriving_bytes(config, pool, actor):
+                    yield Use(pool.name, "sync", own + arriving)
             else:
                 # gpu_memory_utilization: vLLM takes a share of the whole GPU, SGLang of what is free when it starts.
                 free = gpu_bytes if engine.name == "vllm" or gpu_bytes is None else gpu_bytes - rests
@@ -260,14 +264,31 @@ def shape_of(config: PretrainedConfig, parameters: int) -> Shape | None:
     return nearest if abs(nearest.parameters - parameters) < 0.02 * parameters else None
 
 
+def uses_live_weights(config: PPOConfig, pool: Pool) -> bool:
+    """Whether the embedded engine uses the trainer's own tensors: see TrainEngine.live_weights and Rollout.share_weights."""
+    models = config.actor_rollout_ref
+    alone = world_size(pool) == 1 and "actor" in pool.roles and models.actor.strategy == "fsdp" and not models.model.has_adapter
+    return alone and models.actor.fsdp_config.model_dtype == models.rollout.dtype
+
+
+def arriving_bytes(config: PPOConfig, pool: Pool, actor: Role) -> float:
+    """Bytes of new weights on their way to the embedded engine, besides its own.
+
+    From other processes a bucket; in the trainer's own one tensor at a time, gathered and as the engine wants it.
+    """
+    rollout, shape = config.actor_rollout_ref.rollout, actor.shape
+    size = BYTES[rollout.dtype]
+    if "actor" not in pool.roles:
+        return min(2.0**20 * rollout.update_weights_bucket_megabytes, size * shape.parameters)
+    largest = max(shape.vocabulary, shape.intermediate) * shape.hidden
+    return 0.0 if uses_live_weights(config, pool) else float((actor.setting.kept + size) * largest)
+
+
 def embedded_bytes(config: PPOConfig, pool: Pool, shape: Shape) -> float:
     """Bytes of the embedded engine: weights, unless shared with the trainer, and the KV cache of concurrent responses."""
     models, data = config.actor_rollout_ref, config.data
-    rollout, fsdp = models.rollout, models.actor.fsdp_config
+    rollout = models.rollout
     size, longest = BYTES[rollout.dtype], data.max_prompt_length + data.max_response_length
-    # The conditions under which the engine uses the trainer's own tensors: see TrainEngine.live_weights and
-    # Rollout.share_weights.
-    alone = world_size(pool) == 1 and "actor" in pool.roles and models.actor.strategy == "fsdp" and not models.model.has_adapter
-    weights = 0 if alone and fsdp.model_dtype == rollout.dtype else size * shape.parameters
+    weights = 0 if uses_live_weights(config, pool) else size * shape.parameters
     rows = min(rollout.max_num_seqs, -(-data.train_batch_size * rollout.n // world_size(pool)))
     return float(weights + rows * longest * shape.layers * 2 * shape.keys * size)

@@ -142,3 +142,16 @@ def test_keys_of_shared_prompts_are_counted(monkeypatch: pytest.MonkeyPatch) -> 
     counted = gigabytes(*words)
     monkeypatch.setattr(memory_estimate, "keys_per_token", lambda *lengths: 1.0)
     assert counted["workers actor: update"] > gigabytes(*words)["workers actor: update"]
+
+
+def test_arriving_weights_are_a_bucket_from_another_pool_and_a_tensor_in_the_trainers_own() -> None:
+    embedded = ("rollout=embedded", f"{ROLLOUT}.dtype=bfloat16", "trainer.device=cpu")
+    colocated = gigabytes(*embedded)
+    largest = max(SHAPE.vocabulary, SHAPE.intermediate) * SHAPE.hidden
+    assert colocated["workers sync"] - colocated["workers answers"] == pytest.approx((4 + 2) * largest / 1e9)
+    alone = gigabytes("rollout=embedded", f"{ROLLOUT}.dtype=float32", "trainer.n_gpus_per_node=1", "trainer.device=cpu")
+    assert "workers sync" not in alone, "the engine uses the trainer's own tensors"
+    # Pools of actor, reference, critic and engine, two GPUs each; of two buckets in flight none is larger than the weights.
+    for megabytes, bucket in ((500, 500 * 2**20), (10**6, 2 * SHAPE.parameters)):
+        apart = gigabytes(*embedded, "placement=split", f"{ROLLOUT}.update_weights_bucket_megabytes={megabytes}")
+        assert apart["rollout sync"] - apart["rollout answers"] == pytest.approx(bucket / 1e9)
