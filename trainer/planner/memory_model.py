@@ -93,7 +93,8 @@ class Setting:
     several: a step has more than one micro-batch. no_sync: gradients are reduced over GPUs only in the last micro-batch. gqa: the
     attention kernel accepts fewer key heads than query heads. offload: enable_activation_offload of the model. pieces: num_shards
     of its tiled_mlp; 1 without it. seen: keys that attention gathers per computed token, 1 unless rows share prefixes. recompute:
-    layers are recomputed in the backward pass. cuda: False: the CPU's kernels, whose RMSNorm is not one kernel.
+    layers are recomputed in the backward pass. cuda: False: the CPU's kernels: RMSNorm is not one
+    kernel, and a log-sum-exp keeps no exponentials.
     """
 
     gpus: int = 1
@@ -113,8 +114,8 @@ class Setting:
 
     @property
     def wrapped(self) -> bool:
-        """Whether FSDP gathers and casts: not on one rank that computes in its parameters' own float32 (sharding.shard)."""
-        return self.gpus > 1 or not self.kept == self.compute >= FLOAT32
+        """Whether FSDP gathers and casts: not on one rank that computes in its parameters' own dtype (sharding.shard)."""
+        return self.gpus > 1 or self.kept != self.compute
 
     @property
     def unsharded(self) -> bool:
@@ -236,8 +237,9 @@ def head_chunk(shape: Shape, setting: Setting) -> float:
 
 
 def head_forward_chunk(shape: Shape, setting: Setting) -> float:
-    """Bytes of one chunk of logits in the head's forward pass: compute dtype, float32, and float32 exponentials."""
-    return (2 * FLOAT32 + setting.compute) * chunk_size(shape.vocabulary) * shape.vocabulary
+    """Bytes of one chunk of logits in the head's forward pass: float32, and what they are cast from, or, on CUDA, exponentials."""
+    cast = setting.compute if setting.compute < FLOAT32 else 0
+    return (FLOAT32 + (FLOAT32 if setting.cuda else cast)) * chunk_size(shape.vocabulary) * shape.vocabulary
 
 
 def head_backward(shape: Shape, setting: Setting) -> float:

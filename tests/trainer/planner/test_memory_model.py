@@ -16,6 +16,7 @@ from tests.workers.engine.toy import one_rank, toy_engine
 from trainer.planner.memory_model import (
     Setting,
     Shape,
+    gathered,
     gathering,
     in_layer,
     layer_inputs,
@@ -102,6 +103,11 @@ def test_peak_of_a_train_step_equals_the_model(tmp_path: Path, changes: dict[str
     assert message == pytest.approx(fullest(tmp_path, config, setting, tokens), rel=0.05)
 
 
+def copied(shape: Shape) -> float:
+    """Bytes that FSDP's copies of bfloat16 parameters took when these rows were measured; one rank has none today."""
+    return gathered(shape, Setting(), 2)
+
+
 @pytest.mark.parametrize(
     ("changes", "several", "compute", "tokens"),
     [
@@ -120,7 +126,7 @@ def test_peak_without_recomputation(tmp_path: Path, changes: dict[str, Any], sev
     message = sum(training(Shape.of(config), replace(setting, cuda=False), tokens).values())
     assert message == pytest.approx(fullest(tmp_path, config, setting, tokens), rel=0.05)
     on_h200 = training(Shape.of(SHAPES["7b"]), Setting(kept=2, recompute=False), 8192)
-    assert sum(on_h200.values()) == pytest.approx(100.1e9, rel=0.02)
+    assert sum(on_h200.values()) + copied(Shape.of(SHAPES["7b"])) == pytest.approx(100.1e9, rel=0.02)
 
 
 @pytest.mark.parametrize(("changes", "pieces"), [({}, 1), ({"intermediate_size": 1280}, 8), ({"vocab_size": 8192}, 1)])
@@ -206,4 +212,5 @@ MEASURED = [
 def test_model_agrees_with_measurements_on_an_h200(name: str, setting: Setting, tokens: int, gigabytes: float) -> None:
     phase = training if setting.trained else scoring
     message = sum(phase(Shape.of(SHAPES[name]), replace(setting, gqa=False), tokens).values())
+    message += 0.0 if setting.wrapped else copied(Shape.of(SHAPES[name]))
     assert message / 1e9 == pytest.approx(gigabytes, rel=0.021)
