@@ -237,7 +237,7 @@ def head_chunk(shape: Shape, setting: Setting) -> float:
 
 
 def head_forward_chunk(shape: Shape, setting: Setting) -> float:
-    """Bytes of one chunk of logits in the head's forward pass: float32, and what they are cast from, or, on CUDA, exponentials."""
+    """Bytes of one chunk of logits in the head's forward pass: float32, with their source or, on CUDA, exponentials."""
     cast = setting.compute if setting.compute < FLOAT32 else 0
     return (FLOAT32 + (FLOAT32 if setting.cuda else cast)) * chunk_size(shape.vocabulary) * shape.vocabulary
 
