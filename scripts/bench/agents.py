@@ -2,6 +2,7 @@
 
     python scripts/bench/agents.py                  # JSON on stdout
     python scripts/bench/agents.py --processes 4 --sessions 4000
+    python scripts/bench/agents.py --processes 2 --seconds 10
     python scripts/bench/agents.py --quick          # a smoke version
 
 Every session has --turns turns, of which all but the last call a tool; the results come back at once. The tokenizer is that of
@@ -9,7 +10,8 @@ data_preprocess.tiny_model with a chat template for tools. Sampler, sessions, ag
 trainer's; an engine answers every request with the same call at the end of its tick.
 
 turns_per_s: in wall time. controller_ms, process_ms: CPU time per turn of the controller, without that of the engine, and of all
-agent processes together: 1000 / process_ms turns per second are what one core can do.
+agent processes together: 1000 / process_ms turns per second are what one core can do. --seconds: for so long a session that ends
+is followed by another one; turns_per_core_s: turns by CPU second of controller and agent processes together.
 """
 
 import argparse
@@ -17,6 +19,7 @@ import json
 import os
 import tempfile
 import time
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +59,8 @@ TEMPLATE = (
     '"arguments": {{ c.function.arguments | tojson }}}</tool_call>{% endfor %}{{ eos_token }}{% endfor %}'
     "{% if add_generation_prompt %}[assistant]{% endif %}"
 )
+MOST = 2_000
+"""Sessions per second that are prepared."""
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 12, "b": 34}}</tool_call>'
 
 
@@ -112,7 +117,7 @@ class CallingEngine(SimulatedEngine):
         return ended.with_meta({"seconds": 1.0, "sequence_seconds": 1.0})
 
 
-def measure(processes: int, sessions: int, turns: int) -> dict[str, Any]:
+def measure(processes: int, sessions: int, turns: int, seconds: float = 0.0) -> dict[str, Any]:
     settings = Settings(
         prompts=1, n=1, prompt_tokens=8, max_tokens=512, slots=sessions, replicas=1, oversubmit=1.0, max_age=1,
         train=0.0, steps=1, warm_up=0, a=0.0, b=0.0, c=0.0,
@@ -127,22 +132,28 @@ def measure(processes: int, sessions: int, turns: int) -> dict[str, Any]:
             run.sampler.agents = AgentSessions(pool, max_prompt=100_000, max_tokens=100_000)
             prompts = [
                 Prompt(id, (id,), "", "bench", "46", {}, [{"role": "user", "content": f"12 + 34, {id}"}])
-                for id in range(sessions)
+                for id in range(sessions + int(seconds * MOST))
             ]
             requested = run.sampler.request_to_train(prompts, "train", 1)
             before, begun, own = cpu_of(pids), time.perf_counter(), time.process_time()
             CallingEngine.cpu_seconds = 0.0
             flow, finished = run.sampler.flow(run.sampler.sampling, requested, expected=sessions), list[Batch]()
-            for id in range(sessions):
+            waiting = iter(range(len(prompts)))
+            for id in islice(waiting, sessions):
                 flow.admit([id], 1)
             while flow.start():
-                finished += flow.wait()
+                ended = flow.wait()
+                finished += ended
+                if time.perf_counter() - begun < seconds:
+                    for id in islice(waiting, sum(map(len, ended))):
+                        flow.admit([id], 1)
             own = time.process_time() - own - CallingEngine.cpu_seconds
             wall, used = time.perf_counter() - begun, cpu_of(pids) - before
     n = sum(int(facts["metrics"]["turns"]) for part in finished for facts in part.objects["session"])
-    tokens = sum(part.total_tokens for part in finished) / sessions
-    return {"processes": processes, "sessions": sum(map(len, finished)), "turns": n / sessions, "tokens_per_session": tokens,
-            "turns_per_s": n / wall, "controller_ms": 1e3 * own / n, "process_ms": 1e3 * used / n}  # fmt: skip
+    ended_sessions, tokens = sum(map(len, finished)), sum(part.total_tokens for part in finished)
+    return {"processes": processes, "sessions": ended_sessions, "turns": n / ended_sessions,
+            "tokens_per_session": tokens / ended_sessions, "turns_per_s": n / wall, "controller_ms": 1e3 * own / n,
+            "process_ms": 1e3 * used / n, "turns_per_core_s": n / (own + used)}  # fmt: skip
 
 
 def main() -> None:
@@ -150,11 +161,12 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=1, help="agent processes (default: %(default)s)")
     parser.add_argument("--sessions", type=int, default=1000, help="at the same time (default: %(default)s)")
     parser.add_argument("--turns", type=int, default=5, help="of the model per session (default: %(default)s)")
+    parser.add_argument("--seconds", type=float, default=0.0, help="of new sessions for those that end (default: none)")
     parser.add_argument("--quick", action="store_true", help="20 sessions of 3 turns")
     args = parser.parse_args()
     if args.quick:
         args.sessions, args.turns = 20, 3
-    print(json.dumps(measure(args.processes, args.sessions, args.turns) | {"load": os.getloadavg()}, indent=1))
+    print(json.dumps(measure(args.processes, args.sessions, args.turns, args.seconds) | {"load": os.getloadavg()}, indent=1))
 
 
 if __name__ == "__main__":

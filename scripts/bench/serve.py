@@ -1,29 +1,36 @@
-"""Tokens per second of a model server with concurrent clients, relative to RemoteRollout.generate of the same requests, as JSON.
+"""Tokens per second and CPU time of a model server with concurrent clients, relative to RemoteRollout.generate, as JSON.
 
     python scripts/bench/serve.py --shape 0.5b                               # a GPU
     python scripts/bench/serve.py --shape 3m --device cpu --dtype float32    # embedded, on a CPU
     python scripts/bench/serve.py --quick                                    # a smoke version
 
-The model has random weights. All responses have --tokens tokens: no token ends them. One engine does both in turn, --rounds
+The model has random weights. All responses have --tokens tokens: no token ends them. One engine does all in turn, --rounds
 times: ``generate`` gets all --requests at once, the server from --concurrency clients in a process of their own, which send the
-next request when they have a reply. With --stream they read it token by token. ratio: the median of the rounds' ratios.
+next request when they have a reply, and the same again from clients that read it as it is generated. Of each way: tokens_per_s;
+cpu_s, seconds of this process and of the engine's processes; and generate's seconds relative to them, the median of the rounds:
+wall_ratio and cpu_ratio (1: the server costs nothing, below: it costs so much more). load: of the machine, before and after.
 """
 
 import argparse
 import http.client
 import json
+import os
 import statistics
 import tempfile
 import time
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from functools import partial
 from multiprocessing import get_context
+from multiprocessing.connection import Connection
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Event, Thread
 from typing import Any
 from urllib.parse import urlsplit
 
+import psutil
 import torch
 from transformers import AutoModelForCausalLM
 
@@ -50,7 +57,6 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=256, help="of a response")
     parser.add_argument("--prompt", type=int, default=64, help="tokens of a prompt, about")
     parser.add_argument("--rounds", type=int, default=3, help="after one for warm-up")
-    parser.add_argument("--stream", action="store_true")
     parser.add_argument("--quick", action="store_true")
     args = parser.parse_args()
     if args.quick:
@@ -71,18 +77,49 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         stopped = Event()
         working = Thread(target=engine.work, args=(lambda: not stopped.is_set(),), daemon=True)
         working.start()
+        context = get_context("spawn")
+        pipe, other = context.Pipe()
+        client = context.Process(target=clients, args=(url, served.name, args, other), daemon=True)
+        client.start()
+        other.close()  # if it fails, reading ends
+        load, rounds = os.getloadavg()[0], []
         # The server is idle while ``generate`` runs, and the other way round.
-        numbers = range(args.rounds + 1)
-        pairs = [(generate(engine, served, args, number), serve(url, served.name, args, number)) for number in numbers][1:]
+        for number in range(args.rounds + 1):
+            served_by = partial(serve, pipe, args, number)
+            ways = {"generate": partial(generate, engine, served, args, number)}
+            ways |= {"served": partial(served_by, stream=False), "streamed": partial(served_by, stream=True)}
+            rounds.append({name: with_cpu_seconds(way, client.pid) for name, way in ways.items()})
+        pipe.send(None)
+        client.join()
         stopped.set()
         working.join()
-    tokens = args.requests * args.tokens
+    return {"settings": vars(args), "load": [round(load, 2), round(os.getloadavg()[0], 2)]} | {
+        name: summary([one[name] for one in rounds[1:]], [one["generate"] for one in rounds[1:]], args.requests * args.tokens)
+        for name in rounds[0]
+    }
+
+
+def with_cpu_seconds(way: Callable[[], float], client: int | None) -> tuple[float, float]:
+    """Seconds that ``way`` returns, and CPU seconds of this process and its children but ``client`` meanwhile."""
+
+    def spent() -> float:
+        children = psutil.Process().children(recursive=True)
+        engines = [process.cpu_times() for process in children if process.pid != client]
+        return time.process_time() + sum(times.user + times.system for times in engines)
+
+    before = spent()
+    return way(), spent() - before
+
+
+def summary(way: Sequence[tuple[float, float]], generate: Sequence[tuple[float, float]], tokens: int) -> dict[str, Any]:
+    """Of a way of generating, relative to ``generate``. way, generate: wall and CPU seconds of each round."""
+    wall, cpu = ([one[k] / other[k] for one, other in zip(generate, way, strict=True)] for k in (0, 1))
     return {
-        "settings": vars(args),
-        "generate_tokens_per_s": round(tokens / statistics.median(one for one, _ in pairs), 1),
-        "serve_tokens_per_s": round(tokens / statistics.median(other for _, other in pairs), 1),
-        "ratio": round(statistics.median(one / other for one, other in pairs), 3),
-        "ratios": [round(one / other, 3) for one, other in pairs],
+        "tokens_per_s": round(tokens / statistics.median(one for one, _ in way), 1),
+        "cpu_s": round(statistics.median(one for _, one in way), 3),
+        "wall_ratio": round(statistics.median(wall), 3),
+        "cpu_ratio": round(statistics.median(cpu), 3),
+        "wall_ratios": [round(ratio, 3) for ratio in wall],
     }
 
 
@@ -119,43 +156,39 @@ def generate(engine: Any, served: Any, args: argparse.Namespace, round: int) -> 
     return seconds
 
 
-def serve(url: str, model: str, args: argparse.Namespace, round: int) -> float:
-    """Seconds of the same requests over HTTP, from the first one to the last reply."""
-    context = get_context("spawn")
-    pipe, other = context.Pipe()
-    client = context.Process(target=clients, args=(url, model, texts(args, round), args, other))
-    client.start()
-    pipe.recv()  # its imports are done
-    pipe.send(None)
+def serve(pipe: Connection, args: argparse.Namespace, round: int, stream: bool) -> float:
+    """Seconds of the same requests over HTTP, from the first one to the last reply. pipe: to ``clients``."""
+    pipe.send((texts(args, round), stream))
     seconds, tokens = pipe.recv()
-    client.join()
     assert tokens == args.requests * args.tokens
     return float(seconds)
 
 
-def clients(url: str, model: str, asked: list[str], args: argparse.Namespace, pipe: Any) -> None:
-    """Send requests over connections that stay open; sends (seconds, tokens) to ``pipe``."""
+def clients(url: str, model: str, args: argparse.Namespace, pipe: Connection) -> None:
+    """Send requests over connections that stay open: (texts, stream) from ``pipe``, until None; replies (seconds, tokens)."""
     headers = {"Content-Type": "application/json", "Authorization": f"Bearer {TOKEN}"}
-    common = {"model": model, "max_tokens": args.tokens, "stream": args.stream, "stream_options": {"include_usage": True}}
+    common = {"model": model, "max_tokens": args.tokens, "stream_options": {"include_usage": True}}
     connections = SimpleQueue[http.client.HTTPConnection]()
-    for _ in range(args.concurrency):
-        connections.put(http.client.HTTPConnection(urlsplit(url).netloc, timeout=600))
 
-    def ask(item: tuple[int, str]) -> int:
+    def ask(item: tuple[int, str], stream: bool) -> int:
         connection = connections.get()
-        body = common | {"messages": [{"role": "user", "content": item[1]}], "seed": item[0]}
+        body = common | {"messages": [{"role": "user", "content": item[1]}], "seed": item[0], "stream": stream}
         connection.request("POST", "/v1/chat/completions", json.dumps(body), headers)
         text = connection.getresponse().read().decode()
         connections.put(connection)
-        reply = json.loads(text.split("\n\n")[-3].removeprefix("data: ") if args.stream else text)
+        reply = json.loads(text.split("\n\n")[-3].removeprefix("data: ") if stream else text)
         return int(reply["usage"]["completion_tokens"])
 
     with ThreadPoolExecutor(args.concurrency) as pool:
-        pipe.send("ready")
-        pipe.recv()
-        begun = time.perf_counter()
-        tokens = sum(pool.map(ask, enumerate(asked)))
-        pipe.send((time.perf_counter() - begun, tokens))
+        while (job := pipe.recv()) is not None:
+            asked, stream = job
+            for _ in range(args.concurrency):  # the server has closed those of before, which were idle
+                connections.put(http.client.HTTPConnection(urlsplit(url).netloc, timeout=600))
+            begun = time.perf_counter()
+            tokens = sum(pool.map(partial(ask, stream=stream), enumerate(asked)))
+            pipe.send((time.perf_counter() - begun, tokens))
+            while not connections.empty():
+                connections.get().close()
 
 
 if __name__ == "__main__":

@@ -50,16 +50,18 @@ class ResponseReader:
     def add(self, update: Update) -> Delta:
         """What is new. Sets ``completion`` if the response ended, by a stop string too."""
         first, found, keeps = len(self._token_ids), None, len(update.token_ids)
-        for i, token in enumerate(update.token_ids):
-            if update.finish_reason == "stop" and i + 1 == len(update.token_ids):
-                break  # the stop token is no part of the text
-            if (piece := self._decoder.step(self._tokenizer, token)) is None:
-                continue
-            before = len(self._text)
-            self._text += piece
-            if (found := self._stopped(before)) is not None:
-                self._text, keeps = self._text[: found[0]], i + 1
-                break
+        # A stop token is no part of the text.
+        shown = update.token_ids[:-1] if update.finish_reason == "stop" else update.token_ids
+        if not self._stop:
+            step, tokenizer = self._decoder.step, self._tokenizer
+            self._text += "".join([step(tokenizer, token) or "" for token in shown])
+        else:
+            for i, token in enumerate(shown):
+                before = len(self._text)
+                self._text += self._decoder.step(self._tokenizer, token) or ""
+                if (found := self._stopped(before)) is not None:
+                    self._text, keeps = self._text[: found[0]], i + 1
+                    break
         self._token_ids += update.token_ids[:keeps]
         self._log_probs += update.log_probs[:keeps]
         if self._token_text is not None:
@@ -68,7 +70,7 @@ class ResponseReader:
         thinking, text, calls = "", "", tuple[FunctionCall, ...]()
         ends = found is not None or update.finish_reason is not None
         # The end of the text may be the beginning of a stop string.
-        until = len(self._text) if ends else len(self._text) - self._open_stop()
+        until = len(self._text) if ends or not self._stop else len(self._text) - self._open_stop()
         piece, self._given = self._text[self._given : until], max(until, self._given)
         if self._splitter is None:
             text = piece

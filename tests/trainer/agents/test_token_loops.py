@@ -187,8 +187,9 @@ def test_a_loop_that_runs_again_continues_from_its_journal(loops: AgentLoops, tu
 def test_a_loop_that_makes_other_calls_than_its_journal_begins_anew(loops: AgentLoops) -> None:
     _, journal = run(loops)
     other = Journal(task(extra_info={"mode": "short"}), journal.turns[:1])
-    with pytest.raises(JournalDiffers):
+    with pytest.raises(JournalDiffers, match="makes a call that its journal does not have"):
         converse(loops, other, script({0: LINES}))
+    assert len(other.turns) == 1, "the differing call was not sampled"
     early = Journal(task(extra_info={"mode": None}), [*journal.turns, journal.turns[-1]])
     with pytest.raises(JournalDiffers, match="ended before the last call"):
         converse(loops, early, script({0: LINES}))

@@ -325,3 +325,15 @@ def test_the_end_of_a_pool_is_the_end_of_its_processes_and_of_what_they_started(
             time.sleep(0.01)
         else:
             pytest.fail(f"group {pid} is alive")
+
+
+def test_the_collector_leaves_imported_modules_alone(folder: Path) -> None:
+    """Going through them takes 40 % of a turn's CPU time."""
+    (folder / "own.py").write_text(
+        "import gc\nfrom trainer.agents.tools import tool\n\n"
+        '@tool\ndef collector() -> str:\n    """Facts."""\n'
+        "    return f'{gc.isenabled()} {gc.get_freeze_count() > 10_000} {gc.get_threshold()[0]}'\n"
+    )
+    with AgentPool(setup(folder, function_tool_path=str(folder / "own.py"))) as pool:
+        done = finish(pool, {0: [call("collector"), "end"]})
+    assert done[0].messages[2]["content"] == "True True 10000"
