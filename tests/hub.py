@@ -76,17 +76,14 @@ class Handler(BaseHTTPRequestHandler):
             return self.reply({"url": f"{self.hub.url}/{name}", "id": name, "name": name})
         if path == "/api/validate-yaml":
             return self.reply({"errors": [], "warnings": []})
-        name = (
-            path.removeprefix("/api/models/").removeprefix("/").split(".git/")[0].rsplit("/preupload/")[0].rsplit("/commit/")[0]
-        )
+        name = re.sub(r"^/(api/models/)?|(\.git|/preupload|/commit)/.*$", "", path)
         if name not in self.hub.pushed:
             return self.missing()
         if path.endswith("/preupload/main"):
             files = json.loads(sent)["files"]
-            modes = [
-                {"path": file["path"], "uploadMode": "lfs" if ".safetensors" in file["path"] else "regular"} for file in files
-            ]
-            return self.reply({"files": [mode | {"shouldIgnore": False, "oid": None} for mode in modes]})
+            modes = {file["path"]: "lfs" if file["path"].endswith(".safetensors") else "regular" for file in files}
+            answer = [{"path": file, "uploadMode": mode, "shouldIgnore": False, "oid": None} for file, mode in modes.items()]
+            return self.reply({"files": answer})
         if path.endswith("/info/lfs/objects/batch"):
             objects = json.loads(sent)["objects"]
             uploads = [item | {"actions": {"upload": {"href": f"{self.hub.url}/upload/{item['oid']}"}}} for item in objects]
@@ -117,6 +114,7 @@ def fake_hub(cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
     monkeypatch.setattr(constants, "ENDPOINT", hub.url)
     monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", hub.url + "/{repo_id}/resolve/{revision}/{filename}")
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)  # large files go over Git LFS, as on servers without Xet
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     thread = Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
     thread.start()
