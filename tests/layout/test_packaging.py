@@ -61,3 +61,8 @@ def test_citation_has_the_current_version() -> None:
 @pytest.mark.parametrize("target", PYPROJECT["project"]["scripts"].values())
 def test_console_scripts_name_callables(target: str) -> None:
     assert callable(pkgutil.resolve_name(target))
+
+
+def test_every_program_has_a_console_script() -> None:
+    programs = {f"trainer.{path.stem}:main" for path in (ROOT / "trainer").glob("main_*.py")}
+    assert programs == set(PYPROJECT["project"]["scripts"].values())

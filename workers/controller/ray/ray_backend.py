@@ -17,6 +17,7 @@ from typing import Any, Literal
 import psutil
 import ray
 from ray._private import ray_constants
+from ray.job_config import JobConfig
 from ray.util.placement_group import PlacementGroup, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
@@ -100,6 +101,7 @@ class RayBackend(Backend):
             "object_store_memory": store_bytes(),
             "object_spilling_directory": str(session.spill),
             "_temp_dir": str(session.path),
+            "job_config": Job(),
             **ray_init,
             "address": "local",
         }
@@ -117,7 +119,8 @@ class RayBackend(Backend):
         """Connect to a running cluster."""
         runtime_env = ray_init.get("runtime_env") or {}
         runtime_env = {**runtime_env, "env_vars": {**environment, **(runtime_env.get("env_vars") or {})}}
-        options = {"log_to_driver": False, "logging_level": "WARNING", **ray_init, "runtime_env": runtime_env}
+        job = {"job_config": Job(), "log_to_driver": False, "logging_level": "WARNING"}
+        options = {**job, **ray_init, "runtime_env": runtime_env}
         # Before the connection: one that fails halfway is closed too.
         self._opened.callback(ray.shutdown)
         # Overriding the job's runtime_env keeps its PYTHONPATH, which is part of the import path above.
@@ -176,6 +179,19 @@ def end_ray(places: Collection[str]) -> None:
     ray.shutdown()  # waits for its daemons without limit, also for one that is stopped
     killer.cancel()
     end_processes(places, known)
+
+
+class Job(JobConfig):
+    """Job whose workers search the import path of this process.
+
+    Ray puts the working directory in front of it. A directory `workers` or `trainer` of the user's would be found there, although
+    this process, started by a console script, does not search it.
+    """
+
+    def _serialize(self) -> str:  # what Ray declares; it returns bytes
+        path = import_path()
+        self._py_driver_sys_path = [folder for folder in self._py_driver_sys_path if folder in path]
+        return super()._serialize()
 
 
 class RayExecutor(Executor):
