@@ -3,7 +3,6 @@
 import argparse
 import sys
 from collections.abc import Callable, Sequence
-from importlib.util import find_spec
 from itertools import count, repeat
 from pathlib import Path
 from typing import Any
@@ -12,9 +11,13 @@ import pyarrow.parquet as pq
 
 from data_preprocess.writer import write
 from trainer.data.files import read_lines
+from workers.model_path import hub_unreachable, silence_hub
 
 _SUFFIXES = (".jsonl", ".json", ".parquet")
 _SPLITS = ("train", "test")
+
+DEFAULT_CONFIG = "data"
+"""Folder of the hub's tree that has the files of a data set's default configuration; others have folders of their own names."""
 
 Example = dict[str, Any]
 
@@ -53,35 +56,40 @@ def _row(make_row: MakeRow, example: Example, split: str, index: int) -> Example
 
 
 def _from_hub(name: str, config: str | None) -> dict[str, list[Example]]:
-    if find_spec("datasets") is None:
-        raise ValueError(
-            "the hub needs the package `datasets` (pip install datasets); or pass a local copy: --local_dataset_path"
-        )
-    from datasets import load_dataset  # an optional package
+    """Examples of a data set on the hub, or in its cache where the hub cannot be reached."""
+    from huggingface_hub import errors, snapshot_download  # imported late: --help and local files do without
 
+    silence_hub()
+    unreachable = hub_unreachable()
+    patterns = [f"{config or DEFAULT_CONFIG}/{split}*{suffix}" for split in _SPLITS for suffix in _SUFFIXES]
     try:
-        data = load_dataset(name, config)
-    except OSError as error:  # base class of ConnectionError and DatasetNotFoundError
-        reason = " ".join(str(error).split())
+        copy = snapshot_download(name, repo_type="dataset", allow_patterns=patterns, local_files_only=unreachable is not None)
+    except (OSError, errors.HTTPError) as error:
+        reason = f"it is not in the cache, and {unreachable}" if unreachable else " ".join(str(error).split())
         raise ValueError(f"{name} cannot be loaded from the hub ({reason}); pass a local copy: --local_dataset_path") from error
-    return {split: list(data[split]) for split in _SPLITS}
+    return _from_directory(Path(copy), config, f"{name} on the hub")
 
 
 def _from_files(name: str, config: str | None) -> dict[str, list[Example]]:
-    """Examples of files whose names start with train or test; in a copy of the hub's tree, those of ``config``."""
     path = Path(name).expanduser()
-    if path.is_file():
-        files = [path]
-    elif path.is_dir():
-        root = path / config if config is not None and (path / config).is_dir() else path
-        files = sorted(file for file in root.rglob("*") if file.suffix in _SUFFIXES)
-    else:
+    if not path.exists():
         raise ValueError(f"--local_dataset_path {name}: no such file or directory")
+    return _from_directory(path, config, f"--local_dataset_path {name}")
+
+
+def _from_directory(path: Path, config: str | None, place: str) -> dict[str, list[Example]]:
+    """Examples of files whose names start with train or test; in a copy of the hub's tree, those of ``config``.
+
+    place: what ``path`` is, for the message of the ValueError if there are no such files.
+    """
+    folder = path / (config or DEFAULT_CONFIG)
+    root = folder if folder.is_dir() else path
+    files = [path] if path.is_file() else sorted(file for file in root.rglob("*") if file.suffix in _SUFFIXES)
     splits = {split: [example for file in files if file.name.startswith(split) for example in _read(file)] for split in _SPLITS}
     found = {split: examples for split, examples in splits.items() if examples}
     if not found:
         there = ", ".join(file.name for file in files[:10]) or "none"
-        raise ValueError(f"--local_dataset_path {name}: expected files train*.jsonl or train*.parquet, and test*; found {there}")
+        raise ValueError(f"{place}: expected files train*.jsonl or train*.parquet, and test*; found {there}")
     return found
 
 

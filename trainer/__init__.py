@@ -30,7 +30,7 @@ def _check_not_shadowed() -> None:
             other = found[0] if found else (spec and spec.origin) or "nothing"
             raise ImportError(
                 f"`import {name}` finds {other}, not {home / name}, which belongs to {home / 'trainer'}: "
-                f"start with a command such as tandem-ppo or with python -P -m, or rename the other {name}"
+                f"use the console script (tandem-ppo) or `python -P -m`, run from another directory, or rename the other {name}"
             )
 
 

@@ -73,23 +73,30 @@ def check_files(place: str, key: str) -> None:
 
 
 def _check_hub(place: str, key: str) -> None:
-    """Raise FileNotFoundError if a hub name is not in the cache and the hub takes no connection.
+    """Raise FileNotFoundError if a hub name is not in the cache and the hub takes no connection."""
+    from huggingface_hub import try_to_load_from_cache  # imported late: most models are directories
 
-    huggingface_hub would try to connect for half a minute.
-    """
-    from huggingface_hub import constants, try_to_load_from_cache  # imported late: most models are directories
-
-    cached = isinstance(try_to_load_from_cache(place, "config.json"), str)
-    if cached or constants.HF_HUB_OFFLINE or getproxies():
+    if isinstance(try_to_load_from_cache(place, "config.json"), str):
         return
+    if unreachable := hub_unreachable():
+        raise FileNotFoundError(f"{key}={place}: {no_directory(place)}, not in the hub's cache, and {unreachable}; {EXPECTED}")
+
+
+def hub_unreachable() -> str | None:
+    """Why the hub takes no connection, within CONNECT_SECONDS; huggingface_hub would try for half a minute.
+
+    None if it takes one, behind a proxy, and with HF_HUB_OFFLINE, which huggingface_hub reports at once.
+    """
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE or getproxies():
+        return None
     hub = urlsplit(constants.ENDPOINT)
     try:
         socket.create_connection((hub.hostname or "", hub.port or (80 if hub.scheme == "http" else 443)), CONNECT_SECONDS).close()
     except OSError as error:
-        raise FileNotFoundError(
-            f"{key}={place}: {no_directory(place)}, not in the hub's cache, and no connection to {hub.hostname}: {error}; "
-            f"{EXPECTED}"
-        ) from error
+        return f"no connection to {hub.hostname}: {error}"
+    return None
 
 
 def check_tokenizer(model: TokenizedModelConfig, key: str) -> None:

@@ -53,4 +53,5 @@ class ExportConfig:
     merge: bool
     role: str | None
     which: Literal["trained", "ema"]
+    hub: str | None
     trainer: ProgramConfig

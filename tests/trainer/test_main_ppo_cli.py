@@ -9,7 +9,6 @@ from tempfile import TemporaryFile
 import pytest
 
 from configs.base.keys import CONFIG_DIR
-from tests.runs import make_task, metrics_of, ppo_arguments
 from tests.trainer.verl_commands import LONG_ANSWERS, SMALL_BATCH, SMALL_RUN
 
 ROOT = CONFIG_DIR.parent
@@ -72,24 +71,3 @@ def test_sweep_of_dry_runs(tmp_path: Path) -> None:
     fine = [line for line in result.stdout.splitlines() if line.startswith("configuration is fine")]
     assert [line.rpartition(" ")[2] for line in fine] == ["runs/quickstart/0", "runs/quickstart/1"]
     assert list(tmp_path.iterdir()) == []
-
-
-def test_the_command_runs_where_the_user_has_folders_of_our_names(tmp_path: Path) -> None:
-    """Folders with an __init__.py hide installed packages: Ray's workers and scoring processes must not import from there."""
-    make_task(tmp_path)
-    for name in ("trainer", "workers", "configs", "data_preprocess"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "__init__.py").write_text("raise ImportError('the folder of the user')")
-    script = tmp_path / "bin" / "tandem-ppo"  # as pip writes it
-    script.parent.mkdir()
-    script.write_text("import sys\nfrom trainer.main_ppo import main\nif __name__ == '__main__':\n    sys.exit(main())\n")
-    small = [word for word in ppo_arguments(Path(), Path("run")) if word not in ("trainer.backend=local", "reward.num_workers=0")]
-    small += ["trainer.backend=ray", "trainer.n_gpus_per_node=2", "reward.num_workers=1", "trainer.total_training_steps=1"]
-    command = [sys.executable, str(script), *small]
-    done = subprocess.run(command, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert len(metrics_of(tmp_path / "run")) == 1
-    hidden = main_ppo("trainer.dry_run=config", cwd=tmp_path)
-    assert hidden.returncode != 0 and "the folder of the user" in hidden.stderr
-    safe = [sys.executable, "-P", "-m", "trainer.main_ppo", "recipe=quickstart", "trainer.dry_run=config"]
-    assert subprocess.run(safe, cwd=tmp_path, env=ENVIRONMENT, capture_output=True).returncode == 0

@@ -25,6 +25,7 @@ from transformers import AutoConfig, GenerationConfig, PretrainedConfig, PreTrai
 
 from configs.base.locks import LOCK, locked
 from configs.schema.evaluation import ExportConfig
+from trainer.checkpoint.hub import check_hub, push, write_card
 from trainer.checkpoint.manifest import INCOMPLETE, MANIFEST, Checkpoint, Damaged, read_checkpoint
 from trainer.checkpoint.remote_copies import RemoteCopies, is_url
 from trainer.checkpoint.resume import find_latest
@@ -39,11 +40,13 @@ WRITTEN_ANEW = ("config.json", "generation_config.json")
 
 
 def run(config: ExportConfig) -> None:
-    """Export one role of a checkpoint to ``config.output``.
+    """Export one role of a checkpoint to ``config.output``, and push it if ``config.hub`` is set.
 
-    Raises ValueError if the checkpoint or its role does not exist, or if the output already exists; Damaged if a file differs
-    from the manifest or the exported model does not load completely.
+    Raises ValueError if the checkpoint or its role does not exist, if the output already exists, or if the push fails; Damaged
+    if a file differs from the manifest or the exported model does not load completely.
     """
+    if config.hub is not None:
+        check_hub(config.hub)  # first: an export may take minutes
     output = Path(config.output)
     if output.exists():
         raise ValueError(f"output={output}: is there already; name another directory, or remove it")
@@ -62,11 +65,14 @@ def run(config: ExportConfig) -> None:
             what = "weights" if config.which == "trained" else "weights, their moving average,"
             export(source, partial, trust_remote_code=config.trust_remote_code, which=config.which)
             n_weights = check(partial, trust_remote_code=config.trust_remote_code)
+        write_card(checkpoint, role, config.which, partial)
         # Last: the output exists only if it passed the check. The lock file was created in the directory and moved with it.
         fsync_tree(partial)
         partial.rename(output)
         (output / LOCK).unlink()
-        print(f"{role} of step {checkpoint.step}: {n_weights:,} {what} in {output}")
+        print(f"{role} of step {checkpoint.step}: {n_weights:,} {what} in {output}", flush=True)
+    if config.hub is not None:
+        print(f"pushed to {push(output, config.hub, checkpoint.step)}")
 
 
 @contextmanager

@@ -119,7 +119,7 @@ def model_files(config: ServeConfig) -> Iterator[TokenizedModelConfig]:
             export.run(
                 ExportConfig(
                     checkpoint=str(place), output=str(output), trust_remote_code=model.trust_remote_code, merge=True, role=None,
-                    which="trained",
+                    which="trained", hub=None,
                     trainer=ProgramConfig(
                         default_local_dir=exported, seed=config.trainer.seed, dry_run=None, full_traceback=False
                     ),

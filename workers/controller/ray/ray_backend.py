@@ -45,16 +45,6 @@ IN_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # set by `ray job submit` for the proces
 HOMES_SECONDS, NODE_SECONDS = 2.0, 30.0  # limits for locating a group's ranks, and for inspecting processes of another node
 
 
-class DriverImports(JobConfig):
-    """Workers import from PYTHONPATH only.
-
-    Ray would put the working directory before it, where a user's folder `trainer` or `workers` hides this package's.
-    """
-
-    def _runtime_env_has_working_dir(self) -> bool:
-        return True  # what Ray asks before it adds the directories of the script and of the work
-
-
 class RayBackend(Backend):
     """Backend with Ray actors, on a Ray instance of its own or on a running cluster.
 
@@ -111,6 +101,7 @@ class RayBackend(Backend):
             "object_store_memory": store_bytes(),
             "object_spilling_directory": str(session.spill),
             "_temp_dir": str(session.path),
+            "job_config": Job(),
             **ray_init,
             "address": "local",
         }
@@ -122,18 +113,19 @@ class RayBackend(Backend):
         self._opened.callback(Guard(session.places).dismiss)
         self._opened.callback(end_ray, session.places)
         with set_environment({**environment, MARK: session.mark}), loopback_only():
-            ray.init(**options, job_config=DriverImports())
+            ray.init(**options)
 
     def _join(self, ray_init: Mapping[str, Any], environment: Mapping[str, str]) -> None:
         """Connect to a running cluster."""
         runtime_env = ray_init.get("runtime_env") or {}
         runtime_env = {**runtime_env, "env_vars": {**environment, **(runtime_env.get("env_vars") or {})}}
-        options = {"log_to_driver": False, "logging_level": "WARNING", **ray_init, "runtime_env": runtime_env}
+        job = {"job_config": Job(), "log_to_driver": False, "logging_level": "WARNING"}
+        options = {**job, **ray_init, "runtime_env": runtime_env}
         # Before the connection: one that fails halfway is closed too.
         self._opened.callback(ray.shutdown)
         # Overriding the job's runtime_env keeps its PYTHONPATH, which is part of the import path above.
         with set_environment({"RAY_OVERRIDE_JOB_RUNTIME_ENV": "1"}):
-            ray.init(**options, job_config=DriverImports())
+            ray.init(**options)
 
     def start_group(
         self,
@@ -187,6 +179,19 @@ def end_ray(places: Collection[str]) -> None:
     ray.shutdown()  # waits for its daemons without limit, also for one that is stopped
     killer.cancel()
     end_processes(places, known)
+
+
+class Job(JobConfig):
+    """Job whose workers search the import path of this process.
+
+    Ray puts the working directory in front of it. A directory `workers` or `trainer` of the user's would be found there, although
+    this process, started by a console script, does not search it.
+    """
+
+    def _serialize(self) -> str:  # what Ray declares; it returns bytes
+        path = import_path()
+        self._py_driver_sys_path = [folder for folder in self._py_driver_sys_path if folder in path]
+        return super()._serialize()
 
 
 class RayExecutor(Executor):
