@@ -180,7 +180,7 @@ def memory_roles(config: PPOConfig, place: Placement, shapes: Mapping[str, Shape
         once = role.strategy == "fsdp" and not isinstance(role, ScoringModelConfig)
 
         def tokens_of(groups: int, shares: int = shares, once: bool = once) -> int:
-            """Tokens that a rank computes of so many prompts with n responses each; no micro-batch is larger."""
+            """Tokens that a rank computes of ``groups`` prompts with n responses each; no micro-batch is larger."""
             rows = -(-groups * n // shares)
             return (-(-rows // n) if once else rows) * data.max_prompt_length + rows * data.max_response_length
 
