@@ -16,7 +16,6 @@ LOADERS = {
 }  # fmt: skip
 # (file, call) -> the source of the bytes.
 ALLOWED = {
-    ("trainer/data/encoding.py", "numpy.load"): "the user's own cache of sizes, with allow_pickle=False",
     ("trainer/data/processes.py", "pickle.load"): "rows and tokens, between a process and its children",
     ("trainer/agents/sessions/process.py", "pickle.loads"): "a socket made by its parent",
     ("trainer/agents/sessions/pool.py", "pickle.loads"): "agent processes that it started, with the user's own tools",

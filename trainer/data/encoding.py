@@ -16,7 +16,6 @@ from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
-from zipfile import BadZipFile
 
 import numpy as np
 from jinja2 import TemplateError
@@ -107,10 +106,8 @@ class SizeCache:
         self.path: Path | None = None
         """None if the tokens may depend on anything else: a tokenizer in Python, a template with today's date."""
         self._n = len(rows)
-        from transformers import PreTrainedTokenizerFast  # imported late: tokenising processes start faster without it
-
         template = json.dumps(tokenizer.chat_template, default=str)
-        if not isinstance(tokenizer, PreTrainedTokenizerFast) or "strftime_now" in template:
+        if not tokenizer.is_fast or "strftime_now" in template:
             return
         about = [settings, tokenizer.backend_tokenizer.to_str(), template, tokenizer.special_tokens_map, _packages()]
         found = hashlib.sha256(json.dumps(about, default=str, sort_keys=True).encode())
@@ -119,18 +116,20 @@ class SizeCache:
             with Path(name).expanduser().open("rb") as file:
                 found.update(hashlib.file_digest(file, "sha256").digest())
         folder = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
-        self.path = folder / "tandem" / "prompt_sizes" / f"{found.hexdigest()}.npz"
+        self.path = folder / "tandem" / "prompt_sizes" / f"{found.hexdigest()}"
 
     def read(self) -> np.ndarray | None:
         """Tokens and largest token id of each prompt, int32 (n, 2); None if they are not there."""
-        if self.path is None or not self.path.exists():
+        if self.path is None:
             return None
         try:
-            with np.load(self.path, allow_pickle=False) as arrays:  # a zip archive, which has a checksum
-                sizes: np.ndarray = arrays["sizes"]
-        except (OSError, ValueError, KeyError, EOFError, BadZipFile):
+            found = self.path.read_bytes()
+        except OSError:
             return None
-        return sizes if sizes.shape == (self._n, 2) and sizes.dtype == np.int32 else None
+        digest, data = found[:32], found[32:]
+        if hashlib.sha256(data).digest() != digest or len(data) != 8 * self._n:
+            return None
+        return np.frombuffer(data, dtype=np.int32).reshape(-1, 2)
 
     def write(self, sizes: np.ndarray) -> None:
         """Write atomically; a directory without room or permission leaves the sizes to the next run."""
@@ -139,7 +138,7 @@ class SizeCache:
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with tempfile.NamedTemporaryFile(dir=self.path.parent, suffix=".partial", delete=False) as file:
-                np.savez(file, sizes=sizes)
+                file.write(hashlib.sha256(sizes.tobytes()).digest() + sizes.tobytes())
             os.replace(file.name, self.path)
         except OSError as error:
             tell(f"{self.path}: {error}; prompts are tokenised again by the next run")

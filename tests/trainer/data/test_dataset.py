@@ -1,3 +1,4 @@
+import hashlib
 from pathlib import Path
 from typing import Any, cast
 
@@ -301,7 +302,7 @@ def test_damaged_sizes_are_computed_again(damage: str, large: Path, make: Any) -
     if damage in broken:
         file.write_bytes(broken[damage])
     else:
-        np.savez(file, sizes=np.zeros((2, 2), dtype=np.int32))
+        file.write_bytes(hashlib.sha256(bytes(16)).digest() + bytes(16))
     again = make(rows([12, 13, 14]))
     assert not again.is_lazy and file.read_bytes() == whole
     assert [again[i] for i in range(3)] == [first[i] for i in range(3)]

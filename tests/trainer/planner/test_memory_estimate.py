@@ -10,7 +10,7 @@ from configs.validation.placement import placement_of
 from scripts.bench.shapes import SHAPES
 from tests.tiny import tiny_config
 from trainer.planner import memory_estimate
-from trainer.planner.memory_estimate import ASLEEP, NCCL, PROCESS, RUNTIME, Use, estimate, keys_per_token, shape_of
+from trainer.planner.memory_estimate import ASLEEP, NCCL, PROCESS, RUNTIME, Use, estimate, keys_per_token, memory_roles, shape_of
 from trainer.planner.memory_model import Setting, Shape, attention_kept, columns, gathering, in_layer
 from workers.engine.shared_prefixes import SharedPrefixes
 from workers.prefixes import Chain
@@ -155,3 +155,21 @@ def test_arriving_weights_are_a_bucket_from_another_pool_and_a_tensor_in_the_tra
     for megabytes, bucket in ((500, 500 * 2**20), (10**6, 2 * SHAPE.parameters)):
         apart = gigabytes(*embedded, "placement=split", f"{ROLLOUT}.update_weights_bucket_megabytes={megabytes}")
         assert apart["rollout sync"] - apart["rollout answers"] == pytest.approx(bucket / 1e9)
+
+
+def test_a_role_computes_prompts_once_and_knows_its_device() -> None:
+    small = ("data.train_batch_size=4", f"{ACTOR}.ppo_mini_batch_size=4", f"{ROLLOUT}.n=8", "trainer.n_gpus_per_node=1")
+    lengths = ("data.max_prompt_length=100", "data.max_response_length=50", f"{ACTOR}.ppo_max_token_len_per_gpu=100000")
+    for device, strategy, tokens in (("cpu", "fsdp", 4 * 100 + 32 * 50), ("cuda", "megatron", 32 * 150)):
+        words = (
+            "algorithm=grpo",
+            "rollout=embedded",
+            *small,
+            *lengths,
+            f"{ACTOR}.strategy={strategy}",
+            f"trainer.device={device}",
+        )
+        config = compose("ppo_trainer", PPOConfig, words)
+        shapes = dict.fromkeys((ACTOR, REF), SHAPE)
+        role = memory_roles(config, placement_of(config, has_critic=False), shapes)[ACTOR]
+        assert role.learns == tokens and role.setting.cuda == (device == "cuda")
