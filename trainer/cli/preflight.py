@@ -7,6 +7,7 @@ is too long, are left to the code that reads it.
 from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from pathlib import Path
 
+from configs.required import UNSET, unset_keys
 from configs.reward_models import model_key, reward_models
 from configs.schema.common import RunConfig, TokenizedModelConfig, is_ever
 from configs.schema.generation import GenerationConfig
@@ -33,9 +34,10 @@ def check_ppo_config(config: PPOConfig, typed: Collection[str]) -> list[str]:
 def ppo_inputs(config: PPOConfig) -> Iterator[str]:
     """One line for each input that is missing or invalid. The other functions here yield such lines too."""
     data, reward = config.data, config.reward
+    yield from unset_keys(config, "ppo_trainer")
     yield from _model("actor_rollout_ref.model", config.actor_rollout_ref.model)
     if config.critic.enable is True or "values" in estimator_needs(config.algorithm.adv_estimator):
-        yield from _problems(check_files, config.critic.model.path, "critic.model.path")
+        yield from _model_files(config.critic.model.path, "critic.model.path")
     yield from _reward(reward)
     yield from _agents(config.actor_rollout_ref.rollout)
     rows = None
@@ -59,6 +61,7 @@ def sft_inputs(config: SFTConfig) -> Iterator[str]:
     data = config.data
     columns = [data.prompt_key, data.response_key] if data.messages_key is None else [data.messages_key]
     columns += [] if data.tools_key is None else [data.tools_key]
+    yield from unset_keys(config, "sft_trainer")
     yield from _supervised(config, columns, "data.messages_key, data.tools_key, data.prompt_key, data.response_key")
 
 
@@ -67,11 +70,13 @@ def reward_model_inputs(config: RewardModelConfig) -> Iterator[str]:
     data = config.data
     optional = [key for key in (data.prompt_key, data.margin_key) if key is not None]
     columns = [data.chosen_key, data.rejected_key, *optional]
+    yield from unset_keys(config, "reward_model_trainer")
     yield from _supervised(config, columns, "data.prompt_key, data.chosen_key, data.rejected_key, data.margin_key")
 
 
 def generation_inputs(config: GenerationConfig) -> Iterator[str]:
     """See ppo_inputs. What scoring needs is not checked: only programs that score need it."""
+    yield from unset_keys(config, "generation")
     yield from _model("actor_rollout_ref.model", config.actor_rollout_ref.model)
     yield from _files("data.path", config.data.path, [config.data.prompt_key], "data.prompt_key")
 
@@ -86,8 +91,15 @@ def _supervised(config: SFTConfig | RewardModelConfig, columns: Sequence[str], s
 
 def _model(key: str, model: TokenizedModelConfig) -> Iterator[str]:
     """The model's files, and its tokenizer if the files are there."""
-    problems = list(_problems(check_files, model.path, f"{key}.path"))
-    yield from problems or _problems(check_tokenizer, model, key)
+    problems = list(_model_files(model.path, f"{key}.path"))
+    if not problems and (model.path != UNSET or model.tokenizer_path is not None):
+        problems = list(_problems(check_tokenizer, model, key))
+    yield from problems
+
+
+def _model_files(path: str, key: str) -> Iterator[str]:
+    if path != UNSET:  # reported by unset_keys
+        yield from _problems(check_files, path, key)
 
 
 def _reward(reward: ModelScoringConfig) -> Iterator[str]:

@@ -106,6 +106,14 @@ LATE = [
     ("trainer.default_local_dir={task}/lost", "names step '7', but the checkpoints there are of steps []"),
 ]
 OTHERS = [
+    ("ppo", "actor_rollout_ref.model.path: must be set, for example actor_rollout_ref.model.path=Qwen/Qwen3-0.6B (Hugging Face "),
+    ("ppo trainer.dry_run=config algorithm=ppo", "actor_rollout_ref.model.path: must be set, for example "),
+    ("sft", "model.path: must be set, for example model.path="),
+    ("reward_model", "model.path: must be set, for example model.path="),
+    ("generation", "actor_rollout_ref.model.path: must be set, for example "),
+    ("parity", "model: must be set, for example model="),
+    ("serve", "model: must be set, for example model="),
+    ("serve_reward judge_engine.enable=true", "judge_engine.model.path: must be set, for example judge_engine.model.path="),
     ("sft model.path=/gone", "model.path=/gone: no such directory"),
     (
         "sft model.path={task}/base data.train_files={task}/train.parquet",
