@@ -33,7 +33,7 @@ PROGRAM = Program(
         "trainer.export_dir",
     ),
     examples=(
-        "reward_recipe=sort_digits trainer.export_dir=data/sort_digits/reward",
+        "recipe=sort_digits trainer.export_dir=data/sort_digits/reward",
         "data.train_files=pairs.parquet model.path=Qwen/Qwen3-0.6B optim.lr=1e-5 trainer.n_gpus_per_node=4",
         "data.train_files=pairs.parquet data.prompt_key=null data.val_files=held_out.parquet trainer.test_freq=50",
     ),

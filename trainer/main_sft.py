@@ -30,7 +30,7 @@ PROGRAM = Program(
         "trainer.export_dir",
     ),
     examples=(
-        "sft_recipe=sort_digits trainer.export_dir=data/sort_digits/warm",
+        "recipe=sort_digits trainer.export_dir=data/sort_digits/warm",
         "data.train_files=chats.parquet data.messages_key=messages model.path=Qwen/Qwen3-0.6B trainer.n_gpus_per_node=4",
     ),
     check=check_sft,

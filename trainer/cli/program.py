@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from configs.argv import CommandLine, groups_of, normalise
+from configs.argv import CommandLine, groups_of, normalise, shown
 from configs.base.keys import CONFIG_DIR, ConfigError, described, keys_of
 from configs.base.secrets import hidden
 from configs.compose import Tree, run_jobs
@@ -256,7 +256,7 @@ def group_lines(group: str) -> Iterator[str]:
     """Options of a group, each with the description in the second line of its file."""
     for path in sorted((CONFIG_DIR / group).glob("*.yaml")):
         _, comment, *_ = path.read_text(encoding="utf-8").splitlines()
-        yield f"  {f'{group}={path.stem}':<27}{comment.removeprefix('# ')}"
+        yield f"  {f'{shown(group)}={path.stem}':<27}{comment.removeprefix('# ')}"
 
 
 def wrapped(text: str, first: str, other: str, broken: str = "") -> str:

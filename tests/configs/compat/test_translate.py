@@ -241,7 +241,7 @@ def test_min_lr_becomes_a_ratio_of_lr() -> None:
 
 
 def test_schedules_frequencies_and_columns_of_verls_sft_trainer_are_translated() -> None:
-    config = sft("sft_recipe=sort_digits", "optim.lr_decay_style=cosine", "trainer.save_freq=after_each_epoch")
+    config = sft("recipe=sort_digits", "optim.lr_decay_style=cosine", "trainer.save_freq=after_each_epoch")
     assert config.optim.lr_scheduler_type == "cosine" and config.trainer.save_freq == "after_each_epoch"
     assert sft_complaint("trainer.test_freq=daily") == 'trainer.test_freq="daily": must be a valid integer, or after_each_epoch'
     assert sft("model.fsdp_config.cpu_offload=true").engine.fsdp_config.param_offload

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from configs.argv import groups_of
+from configs.argv import groups_of, shown
 from configs.base.keys import CONFIG_DIR, described
 from configs.schema.supervised import SFTConfig
 from tests.broken import PROGRAMS
@@ -212,7 +212,7 @@ def test_help_fits_one_page(program: Program[Any]) -> None:
     assert ("\n  none\n" in page) == (not groups_of(program.root))
     for group in groups_of(program.root):
         for path in (CONFIG_DIR / group).glob("*.yaml"):
-            (line,) = [line for line in lines if line.startswith(f"  {group}={path.stem} ")]
+            (line,) = [line for line in lines if line.startswith(f"  {shown(group)}={path.stem} ")]
             comment = path.read_text().splitlines()[1].removeprefix("# ")
             assert comment and line.endswith(f"  {comment}")
     assert ("trainer.dry_run=full" in page) == (program.plan is not None)
