@@ -13,9 +13,10 @@ from configs.schema.common import RunConfig, TokenizedModelConfig, is_ever
 from configs.schema.generation import GenerationConfig
 from configs.schema.ppo import ModelScoringConfig, PPOConfig, PromptConfig, RemoteScoringConfig, RolloutConfig, wants_truth
 from configs.schema.supervised import RewardModelConfig, SFTConfig
-from configs.validation.programs import check_ppo
+from configs.validation.programs import check_ppo, check_reward_model, check_sft
 from trainer.algorithms.correction_rules import rejection_rules, weight_bounds
 from trainer.algorithms.known import check_policy_loss, estimator_needs
+from trainer.cli.learning_notes import movement_notes, rounding_notes, updates_of_run
 from trainer.rewards.rules.reward_registry import check_data_sources, scores_by_source, with_own_function
 from trainer.run.user_code import check_file, check_source
 from workers.model_path import check_files, check_tokenizer
@@ -28,7 +29,43 @@ def check_ppo_config(config: PPOConfig, typed: Collection[str]) -> list[str]:
     weight_bounds(algorithm.rollout_correction.rollout_is_threshold)
     rejection_rules(algorithm.rollout_correction)
     with_own_function(config.reward)
-    return check_ppo(config, typed, needs_values="values" in estimator_needs(algorithm.adv_estimator))
+    needs_values = "values" in estimator_needs(algorithm.adv_estimator)
+    notes = check_ppo(config, typed, needs_values=needs_values)
+    data, models, trainer, actor = config.data, config.actor_rollout_ref, config.trainer, config.actor_rollout_ref.actor
+
+    def updates() -> int | None:
+        if data.custom_cls.path is not None and trainer.total_training_steps is None:
+            return None  # only the class knows the number of rows
+        per_step = actor.ppo_epochs * data.train_batch_size // actor.ppo_mini_batch_size
+        return updates_of_run(
+            data.train_files, data.train_batch_size, trainer.total_training_steps, trainer.total_epochs, per_step
+        )
+
+    notes += rounding_notes("actor_rollout_ref.actor", models.model, actor, actor.optim)
+    if needs_values or config.critic.enable is True:
+        notes += rounding_notes("critic", config.critic.model, config.critic, config.critic.optim)
+    notes += movement_notes("actor_rollout_ref.actor.optim.lr", models.model, actor.optim, trainer, updates, advice=3e-4)
+    return notes
+
+
+def check_sft_config(config: SFTConfig, typed: Collection[str]) -> list[str]:
+    """See check_ppo_config."""
+    return [*check_sft(config, typed), *_supervised_learning(config)]
+
+
+def check_reward_model_config(config: RewardModelConfig, typed: Collection[str]) -> list[str]:
+    """See check_ppo_config."""
+    return [*check_reward_model(config, typed), *_supervised_learning(config)]
+
+
+def _supervised_learning(config: SFTConfig | RewardModelConfig) -> Iterator[str]:
+    data, trainer = config.data, config.trainer
+
+    def updates() -> int | None:
+        return updates_of_run(data.train_files, data.train_batch_size, trainer.total_training_steps, trainer.total_epochs)
+
+    yield from rounding_notes("engine", config.model, config.engine, config.optim)
+    yield from movement_notes("optim.lr", config.model, config.optim, trainer, updates, advice=1e-3)
 
 
 def ppo_inputs(config: PPOConfig) -> Iterator[str]:
