@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from configs.base.keys import ConfigError
+from configs.base.locks import check_writable
 from configs.compose import compose_with_notes
 from configs.schema.ppo import PPOConfig
 from trainer.cli.earlier_runs import in_earlier_directory
@@ -105,6 +106,7 @@ def _run(config: PPOConfig, typed: frozenset[str], notes: list[str], callbacks: 
         print(f"note: {note}", file=sys.stderr)
     if problems := list(ppo_inputs(config)):
         raise ConfigError("\n".join(problems))
+    check_writable(Path(trainer.default_local_dir), "trainer.default_local_dir")
     for callback in callbacks:
         callback.on_train_begin(config)
 

@@ -21,6 +21,7 @@ from typing import Any, Generic, TypeVar
 
 from configs.argv import CommandLine, groups_of, normalise, shown
 from configs.base.keys import CONFIG_DIR, ConfigError, described, keys_of
+from configs.base.locks import check_writable
 from configs.base.secrets import hidden
 from configs.compose import Tree, run_jobs
 from configs.load import load
@@ -187,6 +188,9 @@ class Program(Generic[Config]):
             # A finished trial does not need its inputs any more.
             if not finished and (problems := list(self.inputs(run_config))):
                 raise ConfigError("\n".join(problems))
+            # Before the program imports what is heavy.
+            if not finished and isinstance(trainer, RunConfig):
+                check_writable(Path(trainer.default_local_dir), "trainer.default_local_dir")
         except ValueError as error:
             return JobEnd(complain(*str(error).splitlines(), full_traceback=full_traceback), "failed")
         began, code = time.perf_counter(), 0

@@ -219,7 +219,17 @@ def test_traceback_is_shown_on_request(words: str, task: Path, capsys: pytest.Ca
     assert err.splitlines()[-1] == "error: " + line.removesuffix(" (trainer.full_traceback=true shows where)")
 
 
-@pytest.mark.parametrize("words", [f"{MODEL}.path=/gone", "data.train_files={task}/empty.parquet"])
+DIRECTORIES = ("/proc/there", "/sys/there/run", "{task}/train.parquet", "{task}/train.parquet/run")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        f"{MODEL}.path=/gone",
+        "data.train_files={task}/empty.parquet",
+        *(f"trainer.default_local_dir={directory}" for directory in DIRECTORIES),
+    ],
+)
 def test_error_in_a_separate_process_is_one_line_without_loading_torch(words: str, task: Path) -> None:
     """In a process of its own, without a dry run: nothing is started, and torch is not loaded."""
     argv = [word for word in valid(task) if not word.startswith("trainer.dry_run")] + of(words, task).split()
@@ -231,7 +241,7 @@ def test_error_in_a_separate_process_is_one_line_without_loading_torch(words: st
     )
     lines = [line for line in result.stderr.splitlines() if not line.startswith(("import time:", "note: "))]
     assert result.returncode == 2 and result.stdout == "" and len(lines) == 1, lines
-    assert lines[0].startswith("error: ") and ADVICE.search(lines[0])
+    assert lines[0].startswith(f"error: {of(words, task)}: ") and ADVICE.search(lines[0])
     imported = {line.rpartition("|")[2].strip().partition(".")[0] for line in result.stderr.splitlines()}
     assert "configs" in imported and not imported & {"torch", "ray", "transformers"}
     assert not Path("run").exists()
