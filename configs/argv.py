@@ -62,17 +62,30 @@ def normalise(argv: Sequence[str], schema: type, root: str) -> CommandLine:
         """Whether ``key=...`` selects an option of a group or configures Hydra itself, and is not a key of the schema."""
         return re.match(r"hydra($|[./])", key) is not None or any((directory / key).is_dir() for directory in directories)
 
+    own_root = any(flag in CONFIG_NAME for flag in flags)
+
+    def recipe_group(options: str) -> str:
+        """The group of Hydra's that has these options, joined by commas, of ``recipe``."""
+        in_directory = any(
+            (directory / "recipe" / f"{option}.yaml").is_file() for directory in directories[1:] for option in options.split(",")
+        )
+        return next((group for group in groups_of(root) if shown(group) == "recipe" and not in_directory), "recipe")
+
     problems: list[str] = []
     chosen: dict[str, re.Match[str]] = {}
     for word in _words(words, keys):
         match = OVERRIDE.fullmatch(word)
         if match is None or (match["value"] is None and match["mark"] != "~"):
             # A bare option name, such as `quickstart`, most likely lacks its group: suggest recipe=quickstart.
-            options = [f"{group}={word}" for group in groups_of(root) if (CONFIG_DIR / group / f"{word}.yaml").exists()]
+            options = [f"{shown(group)}={word}" for group in groups_of(root) if (CONFIG_DIR / group / f"{word}.yaml").exists()]
             meant = f"; did you mean {options[0]}?" if options else "" if word in keys.leaves else keys.did_you_mean(word)
             problems.append(f"{word}: an override is key=value{meant or '; give it a value'}")
             continue
         key = match["key"] if is_group(match["key"]) else names.rename(match["key"], keys)
+        if key == "recipe":
+            key = recipe_group(match["value"] or "")
+        elif key != shown(key):
+            notes.append(f"{key} is called {shown(key)} in every program: {shown(key)}={match['value']}")
         name = key + (match["package"] or "")
         # Remove an earlier value first, so that the key also takes the position of its last occurrence.
         chosen.pop(name, None)
@@ -99,7 +112,10 @@ def normalise(argv: Sequence[str], schema: type, root: str) -> CommandLine:
             tail = f"='{tail[1:]}'"
         if is_group(match["key"]):
             # Hydra refuses + for a group of the defaults list and requires it for any other group.
-            overrides[name] = ("" if match["key"] in groups_of(root) and mark != "~" else mark) + name + tail
+            group = name.partition("@")[0]
+            # A directory's own recipes of a program whose built-in ones are another group of Hydra's.
+            appended = group == "recipe" and not own_root and group not in groups_of(root)
+            overrides[name] = ("" if group in groups_of(root) and mark != "~" else mark or "+" * appended) + name + tail
         elif _sets_nothing(name, match["key"] + (match["package"] or ""), match["value"], keys):
             notes.append(f"{match['key']}=null is left out: it has no effect")
         elif keys.knows(name) and not names.is_translated(name, match["value"], keys):
@@ -171,6 +187,11 @@ def normalise_tree(tree: Mapping[str, Any], schema: type, typed: Collection[str]
             node = node.setdefault(part, {})
         node[last] = value
     return nested, notes
+
+
+def shown(group: str) -> str:
+    """Name of a group on the command line: recipes of all programs are called recipe, and are different groups of Hydra's."""
+    return "recipe" if group.endswith("_recipe") else group
 
 
 @cache

@@ -20,7 +20,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
-from configs.argv import CommandLine, normalise
+from configs.argv import CommandLine, normalise, shown
 from configs.base.keys import ConfigError, did_you_mean
 from configs.base.secrets import hidden_lines
 from configs.load import load
@@ -182,7 +182,7 @@ def _one_line_errors() -> Iterator[None]:
         options = error.options or []
         if group and options:
             raise ConfigError(
-                f"{group}={option}: unknown option; known: {', '.join(options)}{did_you_mean(option, options)}"
+                f"{shown(group)}={option}: unknown option; known: {', '.join(options)}{did_you_mean(option, options)}"
             ) from error
         if not group and option:
             raise ConfigError(

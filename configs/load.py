@@ -20,6 +20,7 @@ from configs.argv import normalise_tree
 from configs.base.keys import CONFIG_DIR, ConfigError, Keys, bare_type, did_you_mean, filled, followed, keys_of, takes_null
 from configs.clamp import within_bounds
 from configs.compat.translate import compat
+from configs.required import without_marks
 from configs.schema.ppo import PPOConfig
 from configs.schema.supervised import SFTConfig
 
@@ -92,7 +93,7 @@ def load(tree: Mapping[str, Any], schema: type[Config], typed: Collection[str] =
     unresolved: Any = OmegaConf.to_container(tree) if isinstance(tree, DictConfig) else tree
     native, notes = normalise_tree(unresolved, schema, typed)
     try:
-        plain: Any = OmegaConf.to_container(OmegaConf.create(native), resolve=True)
+        plain: Any = OmegaConf.to_container(OmegaConf.create(without_marks(native, schema)), resolve=True)
     except OmegaConfBaseException as error:
         raise ConfigError(f"{error.full_key}: {str(error).splitlines()[0]}; refer to an existing key") from error
     keys = keys_of(schema)

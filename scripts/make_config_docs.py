@@ -6,7 +6,7 @@ python -m scripts.make_config_docs
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-from configs.argv import configs_of, groups_of
+from configs.argv import configs_of, groups_of, shown
 from configs.base.keys import CONFIG_DIR, Described, described
 from configs.compat.translate import Differs, Rule, as_typed, compat
 
@@ -109,7 +109,7 @@ def verl_page() -> str:
 
 
 def _about(root: str, keys: int, shared: int) -> str:
-    groups = ", ".join(f"`{group}=...`" for group in groups_of(root))
+    groups = ", ".join(f"`{shown(group)}=...`" for group in groups_of(root))
     others = ", ".join(f"`--config-name={name}`" for name in configs_of(root)[1:])
     summary = f"`configs/{root}.yaml`, {keys} keys"
     summary += f"; the {shared} that are the same as in `{PROGRAMS[MAIN]}` are not repeated." if shared else "."

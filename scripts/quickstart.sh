@@ -13,7 +13,7 @@ if [ ! -e $data/whole ]; then
   "$python" -m data_preprocess.sort_digits --local_save_dir $data
   "$python" -m data_preprocess.tiny_model --save_dir $data/base --seed 1
   echo "A warm start: the model learns from worked examples until it is right about half of the time"
-  "$python" -m trainer.main_sft sft_recipe=sort_digits trainer.export_dir=$data/warm
+  "$python" -m trainer.main_sft recipe=sort_digits trainer.export_dir=$data/warm
   : >$data/whole
 fi
 echo "Training with GRPO"

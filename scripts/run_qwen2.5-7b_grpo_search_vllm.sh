@@ -35,7 +35,7 @@ settings=(
   actor_rollout_ref.rollout.gpu_memory_utilization=0.7 # of 80 GB; actor, its optimizer and the reference keep 15
 
   trainer.project_name=search_r1
-  trainer.experiment_name=qwen2.5-7b_grpo
+  trainer.experiment_name=qwen2.5-7b_grpo_search
   trainer.total_training_steps=1005
   trainer.test_freq=100
   trainer.save_freq=100

@@ -52,7 +52,7 @@ judged=(reward.weight=0 reward.reward_model.enable=true reward.reward_model.path
 stage data "" data_preprocess.sort_digits --local_save_dir "$FOLDER/data"
 stage base "" data_preprocess.tiny_model --save_dir "$FOLDER/base/model" --seed "$SEED"
 
-stage sft "base/model data/sft.parquet" trainer.main_sft sft_recipe=sort_digits "${here[@]}" trainer.resume_mode=auto \
+stage sft "base/model data/sft.parquet" trainer.main_sft recipe=sort_digits "${here[@]}" trainer.resume_mode=auto \
   model.path="$FOLDER/base/model" data.train_files="$FOLDER/data/sft.parquet" optim.lr_scheduler_type=cosine \
   trainer.total_training_steps="$SFT_STEPS" trainer.default_local_dir="$FOLDER/sft" trainer.export_dir="$FOLDER/sft/model"
 
@@ -65,7 +65,7 @@ stage pairs "sft/model data/train.parquet" trainer.main_generation "${answers[@]
 # Also on pairs of right and slightly wrong responses, which the model will give once it is better.
 stage reward \
   "sft/model pairs/pairs.parquet data/preferences.parquet data/preferences_test.parquet" \
-  trainer.main_reward_model reward_recipe=sort_digits "${here[@]}" trainer.resume_mode=auto \
+  trainer.main_reward_model recipe=sort_digits "${here[@]}" trainer.resume_mode=auto \
   model.path="$FOLDER/sft/model" data.max_length=24 \
   data.train_files="[$FOLDER/pairs/pairs.parquet,$FOLDER/data/preferences.parquet]" \
   data.val_files="$FOLDER/data/preferences_test.parquet" \

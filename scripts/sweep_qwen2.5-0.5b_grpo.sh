@@ -11,7 +11,6 @@ settings=(
   "actor_rollout_ref.actor.optim.lr=5e-7,1e-6,3e-6"
   "trainer.seed=1,2"
   trainer.total_epochs=3 # 87 steps: enough to tell them apart
-  trainer.logger='[console,tensorboard]'
   trainer.default_local_dir=checkpoints/sweep_gsm8k_0.5b
 )
 set -x

@@ -26,7 +26,7 @@ if [ ! -e "$data/whole" ]; then
   "$python" -m "data_preprocess.$recipe" --local_save_dir "$data"
   "$python" -m data_preprocess.tiny_model --save_dir "$data/base" --seed 1 --tools --alphabet "$alphabet" --words "${words[@]}"
   echo "A warm start: the model learns from conversations in which the tool is called for about a third of the problems"
-  "$python" -m trainer.main_sft "sft_recipe=$recipe" "trainer.export_dir=$data/warm"
+  "$python" -m trainer.main_sft "recipe=$recipe" "trainer.export_dir=$data/warm"
   : >"$data/whole"
 fi
 echo "Training with GRPO"

@@ -1,5 +1,6 @@
 """python -m trainer.main_parity: compare rollout engines with each other and with the trainer."""
 
+from configs.required import unset_keys
 from configs.schema.parity import ParityConfig
 from configs.validation.programs import check_parity
 from trainer.cli.program import Program
@@ -38,6 +39,7 @@ PROGRAM = Program(
     ),
     check=check_parity,
     run=run,
+    inputs=lambda config: unset_keys(config, "parity"),
 )
 
 main = PROGRAM.main

@@ -2,6 +2,7 @@
 
 from collections.abc import Collection
 
+from configs.required import unset_keys
 from configs.schema.serve import ServeConfig
 from configs.validation.programs import check_serve
 from trainer.cli.program import Program
@@ -40,6 +41,7 @@ PROGRAM = Program(
     ),
     check=check,
     run=run,
+    inputs=lambda config: unset_keys(config, "serve"),
 )
 
 main = PROGRAM.main

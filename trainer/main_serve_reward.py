@@ -2,6 +2,7 @@
 
 from collections.abc import Collection
 
+from configs.required import unset_keys
 from configs.schema.serve_reward import ServeRewardConfig
 from configs.validation.programs import check_serve_reward
 from trainer.cli.program import Program
@@ -48,6 +49,7 @@ PROGRAM = Program(
     ),
     check=check,
     run=run,
+    inputs=lambda config: unset_keys(config, "serve_reward"),
 )
 
 main = PROGRAM.main

@@ -1,8 +1,7 @@
 """python -m trainer.main_sft: supervised fine-tuning on answers and on conversations."""
 
 from configs.schema.supervised import SFTConfig
-from configs.validation.programs import check_sft
-from trainer.cli.preflight import sft_inputs
+from trainer.cli.preflight import check_sft_config, sft_inputs
 from trainer.cli.program import Program
 
 
@@ -30,10 +29,10 @@ PROGRAM = Program(
         "trainer.export_dir",
     ),
     examples=(
-        "sft_recipe=sort_digits trainer.export_dir=data/sort_digits/warm",
+        "recipe=sort_digits trainer.export_dir=data/sort_digits/warm",
         "data.train_files=chats.parquet data.messages_key=messages model.path=Qwen/Qwen3-0.6B trainer.n_gpus_per_node=4",
     ),
-    check=check_sft,
+    check=check_sft_config,
     run=run,
     inputs=sft_inputs,
 )

@@ -19,8 +19,9 @@ import struct
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from tempfile import TemporaryFile
 
 LOCK = "run.lock"
 WHOLE_FILE = struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)  # struct flock of 64-bit Linux
@@ -45,7 +46,7 @@ def locked(directory: Path, key: str, name: str = LOCK) -> Iterator[None]:
         directory.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     except OSError as error:
-        raise ValueError(f"{key}={directory}: {error.strerror}; choose a directory in which files can be created") from error
+        raise ValueError(_not_writable(directory, key, error)) from error
     try:
         _take(descriptor, path, key)
         # The holder is written only after the lock is taken; until then the file describes the previous holder.
@@ -60,6 +61,31 @@ def locked(directory: Path, key: str, name: str = LOCK) -> Iterator[None]:
         if descriptor in _descriptors or os.getpid() == owner:
             _descriptors.discard(descriptor)
             os.close(descriptor)
+
+
+def check_writable(directory: Path, key: str) -> None:
+    """Raise ValueError if ``directory`` cannot be created or written to. Leaves nothing behind.
+
+    key: configuration key of the directory, for messages.
+    """
+    # os.path, unlike Path.exists, does not raise below a directory that may not be searched.
+    missing = [path for path in (directory, *directory.parents) if not os.path.exists(path)]
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=directory):
+            pass
+    except OSError as error:
+        raise ValueError(_not_writable(directory, key, error)) from error
+    finally:
+        for path in missing:
+            with suppress(OSError):  # it was not created, or another process has written into it
+                path.rmdir()
+
+
+def _not_writable(directory: Path, key: str, error: OSError) -> str:
+    files = (path for path in (directory, *directory.parents) if os.path.isfile(path))
+    what = next((f"{path} is a file" for path in files), error.strerror)
+    return f"{key}={directory}: {what}; choose a directory in which files can be created"
 
 
 def _take(descriptor: int, path: Path, key: str) -> None:

@@ -7,7 +7,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, Protocol
 
 from annotated_types import Ge, Gt, Le
 
@@ -186,6 +186,13 @@ class ProgramConfig:
     full_traceback: bool
 
 
+class RunnableConfig(Protocol):
+    """Configuration of a program."""
+
+    @property
+    def trainer(self) -> ProgramConfig: ...
+
+
 @dataclass(slots=True, kw_only=True, frozen=True)
 class WorkersConfig(ProgramConfig, Checked):
     """The `trainer` block of every program that starts workers."""
@@ -245,7 +252,8 @@ class RunConfig(WorkersConfig):
     def problems(self) -> Iterator[str]:
         yield from WorkersConfig.problems(self)
         for key, name in (("project_name", self.project_name), ("experiment_name", self.experiment_name)):
-            # Both names are parts of default_local_dir's default; a path separator is allowed, leaving the directory is not.
+            # experiment_name is part of default_local_dir's default, project_name of that of earlier versions. A path separator
+            # is allowed, leaving the directory is not.
             if name.startswith("/") or ".." in name.split("/"):
                 yield f"trainer.{key}={name}: is part of the run directory's path and must not lead out of it"
         if self.resume_mode == "resume_path" and self.resume_from_path is None:

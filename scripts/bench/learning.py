@@ -59,7 +59,7 @@ def warm_up(folder: Path, seed: int, *shape: str) -> Path:
         run("data_preprocess.sort_digits", f"--local_save_dir={folder}")
     run("data_preprocess.tiny_model", f"--save_dir={folder}/base-{seed}", f"--seed={seed}", *shape)
     run(
-        "trainer.main_sft", "sft_recipe=sort_digits", f"trainer.seed={seed}", f"data.train_files={folder}/sft.parquet",
+        "trainer.main_sft", "recipe=sort_digits", f"trainer.seed={seed}", f"data.train_files={folder}/sft.parquet",
         f"model.path={folder}/base-{seed}", f"trainer.export_dir={folder}/warm-{seed}",
         f"trainer.default_local_dir={folder}/sft-{seed}",
     )  # fmt: skip

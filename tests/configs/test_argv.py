@@ -9,10 +9,10 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from configs.argv import CommandLine, normalise, normalise_tree
 from configs.base.keys import ConfigError
-from configs.compose import compose
+from configs.compose import compose, run_jobs
 from configs.schema.common import MegatronConfig
 from configs.schema.ppo import PPOConfig
-from configs.schema.supervised import SFTConfig
+from configs.schema.supervised import RewardModelConfig, SFTConfig
 
 VERL_MEGATRON = Path(__file__).with_name("verl_megatron.tsv")
 
@@ -289,6 +289,54 @@ def test_a_group_of_the_users_directory_is_known(tmp_path: Path) -> None:
     (tmp_path / "experiment").mkdir()
     assert ppo("--config-dir", str(tmp_path), "+experiment=a").overrides == ("+experiment=a",)
     assert "no such key" in complaint("+experiment=a")
+
+
+@pytest.mark.parametrize(
+    ("root", "schema", "group"),
+    [
+        ("ppo_trainer", PPOConfig, "recipe"),
+        ("sft_trainer", SFTConfig, "sft_recipe"),
+        ("reward_model_trainer", RewardModelConfig, "reward_recipe"),
+    ],
+)
+def test_recipe_is_the_group_of_each_program(root: str, schema: type, group: str) -> None:
+    for word in ("recipe=x", "recipe=x,y", "recipe=null"):
+        command = normalise([word], schema, root)
+        assert (command.overrides, command.notes) == ((f"{group}={word.partition('=')[2]}",), ())
+    if group != "recipe":
+        command = normalise([f"{group}=x"], schema, root)
+        assert command.overrides == (f"{group}=x",)
+        assert command.notes == (f"{group} is called recipe in every program: recipe=x",)
+        assert normalise([f"{group}=x", "recipe=y"], schema, root).overrides == (f"{group}=y",), "the last one wins"
+    with pytest.raises(ConfigError, match=r"did you mean recipe=sort_digits\?|did you mean recipe=quickstart\?"):
+        normalise(["quickstart" if group == "recipe" else "sort_digits"], schema, root)
+
+
+def test_recipe_of_the_users_directory_is_found(tmp_path: Path) -> None:
+    """In folders of both names; built-in recipes are found too."""
+    for folder, lr in (("recipe", 0.5), ("sft_recipe", 0.25)):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / f"in_{folder}.yaml").write_text(f"# @package _global_\noptim: {{lr: {lr}}}\n")
+    directory = f"--config-dir={tmp_path}"
+
+    def rate(name: str, *flags: str) -> float:
+        command = normalise([directory, *flags, f"recipe={name}"], SFTConfig, "sft_trainer")
+        seen: list[float] = []
+        run_jobs(command, "sft_trainer", lambda tree, point: seen.append(tree.optim.lr))
+        return seen[0]
+
+    assert rate("in_recipe") == 0.5 and rate("in_sft_recipe") == 0.25
+    assert rate("sort_digits") == compose("sft_trainer", SFTConfig, ["recipe=sort_digits"]).optim.lr
+    (tmp_path / "own.yaml").write_text("defaults: [sft_trainer, {recipe: null}, _self_]\n")
+    assert rate("in_recipe", "--config-name=own") == 0.5, "a group of the user's own defaults list"
+
+
+@pytest.mark.parametrize(("root", "schema"), [("sft_trainer", SFTConfig), ("reward_model_trainer", RewardModelConfig)])
+def test_unknown_recipe_names_those_of_the_program(root: str, schema: type) -> None:
+    with pytest.raises(
+        ConfigError, match=r"^recipe=quickstart: unknown option; known: (calculator, )?(search_local, )?sort_digits"
+    ):
+        compose(root, schema, ["recipe=quickstart"])
 
 
 def test_aliases_of_one_program_are_unknown_to_another() -> None:

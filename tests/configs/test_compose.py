@@ -111,7 +111,7 @@ def test_the_megatron_root_changes_only_the_strategy() -> None:
 
 def test_recipes_compute_in_float32_on_both_engines() -> None:
     for strategy in ("fsdp", "megatron"):
-        config = compose("sft_trainer", SFTConfig, ["sft_recipe=sort_digits", f"engine.strategy={strategy}"])
+        config = compose("sft_trainer", SFTConfig, ["recipe=sort_digits", f"engine.strategy={strategy}"])
         assert config.engine.sharding.dtype == "float32"
         actor = ppo("recipe=quickstart", f"actor_rollout_ref.actor.strategy={strategy}").actor_rollout_ref.actor
         assert actor.sharding.dtype == "float32"

@@ -31,7 +31,8 @@ PROGRAMS = [
 # Keys of two programs with different meanings or intentionally different defaults.
 OWN_DEFAULTS = {"trainer.default_local_dir", "data.shuffle", "actor_rollout_ref.model.enable_gradient_checkpointing"}
 OWN_DEFAULTS_OF = {
-    "parity": {"actor_rollout_ref.rollout.temperature"},  # at 1 a test cannot show whether an engine uses it
+    # At a temperature of 1 a test cannot show whether an engine uses it. The path is that of the key `model`.
+    "parity": {"actor_rollout_ref.rollout.temperature", "actor_rollout_ref.model.path"},
     "evaluation": {"timeouts.reward"},  # all responses are scored in one round
     # One worker is enough for a server.
     "serve": {
@@ -107,7 +108,7 @@ def test_supervised_training_has_the_same_defaults_in_both_programs() -> None:
     reward_model, sft = (OmegaConf.load(CONFIG_DIR / f"{name}.yaml") for name in ("reward_model_trainer", "sft_trainer"))
     shared = set(keys_of(RewardModelConfig).leaves) & set(keys_of(SFTConfig).leaves)
     own = {f"data.{name}" for name in ("train_files", "val_files", "train_batch_size")}
-    own |= {"trainer.project_name", "trainer.default_local_dir", "trainer.total_epochs"}
+    own |= {"trainer.experiment_name", "trainer.default_local_dir", "trainer.total_epochs"}
     assert len(shared) > 80
     assert {key for key in shared if OmegaConf.select(reward_model, key) != OmegaConf.select(sft, key)} == own
 

@@ -28,7 +28,7 @@ def fine_tune(folder: Path, rows: Path, model: str, to: str, *words: str) -> Non
         f"data.train_files={rows}/sft.parquet", f"model.path={folder}/{model}", f"trainer.export_dir={folder}/{to}",
         f"trainer.default_local_dir={folder}/sft_{to}", "trainer.backend=local",
     )  # fmt: skip
-    assert main_sft.PROGRAM(["sft_recipe=calculator", *own, *words]) == 0
+    assert main_sft.PROGRAM(["recipe=calculator", *own, *words]) == 0
 
 
 def train(warm: Path, run: Path, steps: int, *words: str) -> list[dict[str, Any]]:

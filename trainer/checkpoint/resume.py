@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from configs.schema.common import OptimConfig
+from trainer.algorithms.known import estimator_needs
 from trainer.checkpoint.manifest import FLOW, INCOMPLETE, MANIFEST, Checkpoint, Damaged, read_checkpoint
 from trainer.checkpoint.remote_copies import RemoteCopies, is_url
 from trainer.checkpoint.unfinished import complete_interrupted, remove_announcements
@@ -226,6 +227,8 @@ def check_config(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[s
         for key in sorted(old.keys() | new.keys())
         if old.get(key) != new.get(key) and (key in old or key not in ADDED or new[key] != ADDED[key])
     }
+    if not has_critic(current):
+        changed.pop("critic.model.path", None)  # names no model; its default has changed
     refused = [change for key, change in changed.items() if not _is_safe(key)]
     if refused:
         raise ValueError(
@@ -233,6 +236,12 @@ def check_config(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[s
             "trainer.resume_mode=disable. May change: how long to train, logging, validation, checkpoints, cut of the work."
         )
     return list(changed.values())
+
+
+def has_critic(config: Mapping[str, Any]) -> bool:
+    """Whether a run with this configuration trains a critic."""
+    enable = config.get("critic", {}).get("enable")
+    return bool(enable) or "values" in estimator_needs(config.get("algorithm", {}).get("adv_estimator", "gae"))
 
 
 def _is_safe(key: str) -> bool:

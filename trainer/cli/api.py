@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from configs.base.keys import ConfigError
+from configs.base.locks import check_writable
 from configs.compose import compose_with_notes
 from configs.schema.ppo import PPOConfig
 from trainer.cli.auto_placement import plan_error, planned
+from trainer.cli.earlier_runs import in_earlier_directory
 from trainer.cli.preflight import check_ppo_config, ppo_inputs
 from trainer.run.run_status import last_metrics, objective_of
 
@@ -95,16 +97,18 @@ def run_ppo(config: PPOConfig | Sequence[str], callbacks: Sequence[Callback] = (
 
 
 def _run(config: PPOConfig, typed: frozenset[str], notes: list[str], callbacks: Sequence[Callback]) -> RunResult:
+    config, earlier_notes = in_earlier_directory(config, "ppo_trainer", typed)
     trainer = config.trainer
     for key, value in (("trainer.dry_run", trainer.dry_run), ("trainer.replay.mode", trainer.replay.mode)):
         if value is not None:
             raise ValueError(f"{key}={value}: not in run_ppo, which trains; python -m trainer.main_ppo does it")
     config, settled = planned(config, typed)
-    notes = [*notes, *settled, *check_ppo_config(config, typed)]
+    notes = [*notes, *earlier_notes, *settled, *check_ppo_config(config, typed)]
     for note in notes:
         print(f"note: {note}", file=sys.stderr)
     if problems := list(ppo_inputs(config)):
         raise ConfigError("\n".join(problems))
+    check_writable(Path(trainer.default_local_dir), "trainer.default_local_dir")
     for callback in callbacks:
         callback.on_train_begin(config)
 

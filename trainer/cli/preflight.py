@@ -7,14 +7,16 @@ is too long, are left to the code that reads it.
 from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from pathlib import Path
 
+from configs.required import UNSET, unset_keys
 from configs.reward_models import model_key, reward_models
 from configs.schema.common import RunConfig, TokenizedModelConfig, is_ever
 from configs.schema.generation import GenerationConfig
 from configs.schema.ppo import ModelScoringConfig, PPOConfig, PromptConfig, RemoteScoringConfig, RolloutConfig, wants_truth
 from configs.schema.supervised import RewardModelConfig, SFTConfig
-from configs.validation.programs import check_ppo
+from configs.validation.programs import check_ppo, check_reward_model, check_sft
 from trainer.algorithms.correction_rules import rejection_rules, weight_bounds
 from trainer.algorithms.known import check_policy_loss, estimator_needs
+from trainer.cli.learning_notes import movement_notes, rounding_notes, updates_of_run
 from trainer.rewards.rules.reward_registry import check_data_sources, scores_by_source, with_own_function
 from trainer.run.user_code import check_file, check_source
 from workers.model_path import check_files, check_tokenizer
@@ -27,15 +29,52 @@ def check_ppo_config(config: PPOConfig, typed: Collection[str]) -> list[str]:
     weight_bounds(algorithm.rollout_correction.rollout_is_threshold)
     rejection_rules(algorithm.rollout_correction)
     with_own_function(config.reward)
-    return check_ppo(config, typed, needs_values="values" in estimator_needs(algorithm.adv_estimator))
+    needs_values = "values" in estimator_needs(algorithm.adv_estimator)
+    notes = check_ppo(config, typed, needs_values=needs_values)
+    data, models, trainer, actor = config.data, config.actor_rollout_ref, config.trainer, config.actor_rollout_ref.actor
+
+    def updates() -> int | None:
+        if data.custom_cls.path is not None and trainer.total_training_steps is None:
+            return None  # only the class knows the number of rows
+        per_step = actor.ppo_epochs * data.train_batch_size // actor.ppo_mini_batch_size
+        return updates_of_run(
+            data.train_files, data.train_batch_size, trainer.total_training_steps, trainer.total_epochs, per_step
+        )
+
+    notes += rounding_notes("actor_rollout_ref.actor", models.model, actor, actor.optim)
+    if needs_values or config.critic.enable is True:
+        notes += rounding_notes("critic", config.critic.model, config.critic, config.critic.optim)
+    notes += movement_notes("actor_rollout_ref.actor.optim.lr", models.model, actor.optim, trainer, updates, advice=3e-4)
+    return notes
+
+
+def check_sft_config(config: SFTConfig, typed: Collection[str]) -> list[str]:
+    """See check_ppo_config."""
+    return [*check_sft(config, typed), *_supervised_learning(config)]
+
+
+def check_reward_model_config(config: RewardModelConfig, typed: Collection[str]) -> list[str]:
+    """See check_ppo_config."""
+    return [*check_reward_model(config, typed), *_supervised_learning(config)]
+
+
+def _supervised_learning(config: SFTConfig | RewardModelConfig) -> Iterator[str]:
+    data, trainer = config.data, config.trainer
+
+    def updates() -> int | None:
+        return updates_of_run(data.train_files, data.train_batch_size, trainer.total_training_steps, trainer.total_epochs)
+
+    yield from rounding_notes("engine", config.model, config.engine, config.optim)
+    yield from movement_notes("optim.lr", config.model, config.optim, trainer, updates, advice=1e-3)
 
 
 def ppo_inputs(config: PPOConfig) -> Iterator[str]:
     """One line for each input that is missing or invalid. The other functions here yield such lines too."""
     data, reward = config.data, config.reward
+    yield from unset_keys(config, "ppo_trainer")
     yield from _model("actor_rollout_ref.model", config.actor_rollout_ref.model)
     if config.critic.enable is True or "values" in estimator_needs(config.algorithm.adv_estimator):
-        yield from _problems(check_files, config.critic.model.path, "critic.model.path")
+        yield from _model_files(config.critic.model.path, "critic.model.path")
     yield from _reward(reward)
     yield from _agents(config.actor_rollout_ref.rollout)
     rows = None
@@ -59,6 +98,7 @@ def sft_inputs(config: SFTConfig) -> Iterator[str]:
     data = config.data
     columns = [data.prompt_key, data.response_key] if data.messages_key is None else [data.messages_key]
     columns += [] if data.tools_key is None else [data.tools_key]
+    yield from unset_keys(config, "sft_trainer")
     yield from _supervised(config, columns, "data.messages_key, data.tools_key, data.prompt_key, data.response_key")
 
 
@@ -67,11 +107,13 @@ def reward_model_inputs(config: RewardModelConfig) -> Iterator[str]:
     data = config.data
     optional = [key for key in (data.prompt_key, data.margin_key) if key is not None]
     columns = [data.chosen_key, data.rejected_key, *optional]
+    yield from unset_keys(config, "reward_model_trainer")
     yield from _supervised(config, columns, "data.prompt_key, data.chosen_key, data.rejected_key, data.margin_key")
 
 
 def generation_inputs(config: GenerationConfig) -> Iterator[str]:
     """See ppo_inputs. What scoring needs is not checked: only programs that score need it."""
+    yield from unset_keys(config, "generation")
     yield from _model("actor_rollout_ref.model", config.actor_rollout_ref.model)
     yield from _files("data.path", config.data.path, [config.data.prompt_key], "data.prompt_key")
 
@@ -86,8 +128,15 @@ def _supervised(config: SFTConfig | RewardModelConfig, columns: Sequence[str], s
 
 def _model(key: str, model: TokenizedModelConfig) -> Iterator[str]:
     """The model's files, and its tokenizer if the files are there."""
-    problems = list(_problems(check_files, model.path, f"{key}.path"))
-    yield from problems or _problems(check_tokenizer, model, key)
+    problems = list(_model_files(model.path, f"{key}.path"))
+    if not problems and (model.path != UNSET or model.tokenizer_path is not None):
+        problems = list(_problems(check_tokenizer, model, key))
+    yield from problems
+
+
+def _model_files(path: str, key: str) -> Iterator[str]:
+    if path != UNSET:  # reported by unset_keys
+        yield from _problems(check_files, path, key)
 
 
 def _reward(reward: ModelScoringConfig) -> Iterator[str]:

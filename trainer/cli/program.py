@@ -17,28 +17,24 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
-from configs.argv import CommandLine, groups_of, normalise
+from configs.argv import CommandLine, groups_of, normalise, shown
 from configs.base.keys import CONFIG_DIR, ConfigError, described, keys_of
+from configs.base.locks import check_writable
 from configs.base.secrets import hidden
 from configs.compose import Tree, run_jobs
 from configs.load import load
-from configs.schema.common import ProgramConfig, RunConfig, WorkersConfig
+from configs.required import unset_keys
+from configs.schema.common import ProgramConfig, RunConfig, RunnableConfig, WorkersConfig
 from configs.sweeps.sweep_points import INTERRUPTED, Point, Result, Status, Value, read_results, write_result
 from configs.validation.rollout import world_size
+from trainer.cli.earlier_runs import in_earlier_directory
 from trainer.cli.sweep import earlier, table
 from trainer.run.errors import CheckFailed, NotSaved, Stopped
 from trainer.run.run_status import ended_with, objective_of
 from trainer.run.timing import program_began
 from workers.controller.group import PhaseTimeout, WorkerError
-
-
-class RunnableConfig(Protocol):
-    """Configuration of a program."""
-
-    @property
-    def trainer(self) -> ProgramConfig: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,34 +165,40 @@ class Program(Generic[Config]):
         before = None
         try:
             loaded = load(tree, self.schema, command.typed)
-            full_traceback = loaded.config.trainer.full_traceback
-            config, settled = self.settle(loaded.config, command.typed)
-            trainer = config.trainer
+            run_config, earlier_notes = in_earlier_directory(loaded.config, self.root, command.typed)
+            full_traceback = run_config.trainer.full_traceback
+            run_config, settled = self.settle(run_config, command.typed)
+            trainer = run_config.trainer
             if trainer.dry_run == "full" and self.plan is None:
                 raise ConfigError(f"trainer.dry_run=full: {self.name} has no plan to show; take trainer.dry_run=config")
-            warnings = [*command.notes, *loaded.notes, *settled, *self.check(config, command.typed)]
+            warnings = [*command.notes, *loaded.notes, *earlier_notes, *settled, *self.check(run_config, command.typed)]
             for note in warnings:
                 print(f"note: {note}", file=sys.stderr)
             if trainer.dry_run == "config":
+                if problems := list(unset_keys(run_config, self.root)):
+                    raise ConfigError("\n".join(problems))
                 print(f"configuration is fine: {in_words(trainer)}run directory {trainer.default_local_dir}")
                 return JobEnd(0, None)
             if trainer.dry_run is None and isinstance(trainer, RunConfig):
-                plain = asdict(config)  # type: ignore[call-overload]
+                config = asdict(run_config)  # type: ignore[call-overload]
                 if point is not None:
-                    before = earlier(plain, trainer, point)
-                elif (step := nothing_left(plain)) is not None:
+                    before = earlier(config, trainer, point)
+                elif (step := nothing_left(config)) is not None:
                     print(f"the run in {trainer.default_local_dir} ended with step {step}: {NOTHING_LEFT}")
                     return JobEnd(0, "finished")
             finished = before is not None and before.status == "finished"
             # A finished trial does not need its inputs any more.
-            if not finished and (problems := list(self.inputs(config))):
+            if not finished and (problems := list(self.inputs(run_config))):
                 raise ConfigError("\n".join(problems))
+            # Before the program imports what is heavy.
+            if not finished and isinstance(trainer, RunConfig):
+                check_writable(Path(trainer.default_local_dir), "trainer.default_local_dir")
         except ValueError as error:
             return JobEnd(complain(*str(error).splitlines(), full_traceback=full_traceback), "failed")
         began, code = time.perf_counter(), 0
         status: Status = "finished"
         if not finished:
-            code, status = self.attempt(config, warnings)
+            code, status = self.attempt(run_config, warnings)
         if trainer.dry_run == "full":
             return JobEnd(code, None)
         seconds = before.seconds if before is not None and finished else time.perf_counter() - began
@@ -260,7 +262,7 @@ def group_lines(group: str) -> Iterator[str]:
     """Options of a group, each with the description in the second line of its file."""
     for path in sorted((CONFIG_DIR / group).glob("*.yaml")):
         _, comment, *_ = path.read_text(encoding="utf-8").splitlines()
-        yield f"  {f'{group}={path.stem}':<27}{comment.removeprefix('# ')}"
+        yield f"  {f'{shown(group)}={path.stem}':<27}{comment.removeprefix('# ')}"
 
 
 def wrapped(text: str, first: str, other: str, broken: str = "") -> str:

@@ -28,9 +28,14 @@ from trainer.run.run_dir import (
 # in these keys only are the same run. A name that ends in a dot stands for all keys below it.
 NOT_THE_RUN = (
     "trainer.default_local_dir", "trainer.resume_mode", "trainer.max_restarts", "trainer.walltime", "trainer.watch.",
+    "trainer.project_name", "trainer.experiment_name",
     "trainer.logger", "trainer.objective", "trainer.dry_run", "trainer.full_traceback", "trainer.private",
     "timeouts.", "ray_kwargs.",
 )  # fmt: skip
+
+
+DEFAULTS_BEFORE = {"critic.model.path": "/models/deepseek-llm-7b-chat"}
+"""{key: end of its default in earlier versions} of keys whose default now follows another key."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +63,7 @@ def earlier_outcome(run_dir: Path, config: Mapping[str, Any]) -> Outcome | None:
     now = leaves_of(yaml.safe_load(yaml.safe_dump(redact(config))))
     for key in sorted(before.keys() | now.keys()):
         is_ignored = any(key == name or (name.endswith(".") and key.startswith(name)) for name in NOT_THE_RUN)
+        is_ignored |= key in DEFAULTS_BEFORE and before.get(key, "").endswith(f'{DEFAULTS_BEFORE[key]}"')
         if before.get(key) != now.get(key) and not is_ignored:
             raise ValueError(
                 f"{run_dir} holds a run with {key}={before.get(key, '(not set)')}, not {now.get(key, '(not set)')}: take another "

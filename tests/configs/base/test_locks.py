@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from configs.base.locks import LOCK, locked
+from configs.base.locks import LOCK, check_writable, locked
 
 HOLDER = """
 import os, signal, subprocess, sys
@@ -58,15 +58,27 @@ def test_a_held_lock_is_refused_with_its_holder_and_start_time(tmp_path: Path) -
     lock(run)
 
 
-@pytest.mark.parametrize("directory", ["/proc/there", "{file}/below", "{file}"])
-def test_a_directory_that_takes_no_files_is_refused_by_its_key(directory: str, tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    path = Path(directory.format(file=tmp_path / "file"))
-    with (
-        pytest.raises(ValueError, match=rf"^a\.key={path}: .+; choose a directory in which files can be created$"),
-        locked(path, "a.key"),
-    ):
+@pytest.mark.parametrize(
+    ("directory", "reason"), [("/proc/there", "No such .*"), ("{file}/below", "{file} is a file"), ("{file}", "{file} is a file")]
+)
+def test_a_directory_that_takes_no_files_is_refused_by_its_key(directory: str, reason: str, tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    path = Path(directory.format(file=file))
+    expected = rf"^a\.key={path}: {reason.format(file=file)}; choose a directory in which files can be created$"
+    with pytest.raises(ValueError, match=expected), locked(path, "a.key"):
         pass
+    with pytest.raises(ValueError, match=expected):
+        check_writable(path, "a.key")
+
+
+def test_check_of_a_directory_leaves_nothing(tmp_path: Path) -> None:
+    check_writable(tmp_path / "a" / "b", "a.key")
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "a").mkdir()
+    check_writable(tmp_path / "a" / "b", "a.key")
+    check_writable(tmp_path / "a", "a.key")
+    assert list(tmp_path.rglob("*")) == [tmp_path / "a"]
 
 
 def test_a_process_takes_the_lock_again_only_after_its_release(tmp_path: Path) -> None:

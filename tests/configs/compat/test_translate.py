@@ -178,13 +178,14 @@ SFT_LINES = {
     ],
     "examples/sft/multiturn/run_qwen_05_sp2.sh, without its tools": [
         "data.multiturn.enable=true", "data.multiturn.messages_key=messages", "data.micro_batch_size=4",
+        "model.partial_pretrain=a",
         "model.fsdp_config.cpu_offload=false", "model.fsdp_config.offload_params=false", "optim.lr_scheduler=wsd",
         "ulysses_sequence_parallel_size=2", "use_remove_padding=true", "trainer.default_hdfs_dir=null",
     ],
     "tests/special_e2e/sft/run_sft_engine_gsm8k.sh": [
         "data.messages_key=messages", "engine=megatron", "optim=megatron", "optim.lr=1e-5", "optim.lr_warmup_init=0",
         "optim.lr_decay_style=cosine", "optim.min_lr=1e-6", "engine.tensor_model_parallel_size=2",
-        "trainer.test_freq=after_each_epoch", "trainer.save_freq=-1", "trainer.total_training_steps=2",
+        "trainer.test_freq=after_each_epoch", "trainer.save_freq=-1", "trainer.total_training_steps=2", "model.path=a",
     ],
 }  # fmt: skip
 
@@ -240,7 +241,7 @@ def test_min_lr_becomes_a_ratio_of_lr() -> None:
 
 
 def test_schedules_frequencies_and_columns_of_verls_sft_trainer_are_translated() -> None:
-    config = sft("sft_recipe=sort_digits", "optim.lr_decay_style=cosine", "trainer.save_freq=after_each_epoch")
+    config = sft("recipe=sort_digits", "optim.lr_decay_style=cosine", "trainer.save_freq=after_each_epoch")
     assert config.optim.lr_scheduler_type == "cosine" and config.trainer.save_freq == "after_each_epoch"
     assert sft_complaint("trainer.test_freq=daily") == 'trainer.test_freq="daily": must be a valid integer, or after_each_epoch'
     assert sft("model.fsdp_config.cpu_offload=true").engine.fsdp_config.param_offload

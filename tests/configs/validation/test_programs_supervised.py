@@ -22,12 +22,7 @@ def test_sft_refuses_few_rows_and_long_ones() -> None:
 
 
 def test_reward_model_refuses_few_pairs_and_long_ones() -> None:
-    assert (
-        reward_model_lines()
-        == reward_model_lines("reward_recipe=sort_digits")
-        == reward_model_lines("data.max_length=4096")
-        == []
-    )
+    assert reward_model_lines() == reward_model_lines("recipe=sort_digits") == reward_model_lines("data.max_length=4096") == []
     assert reward_model_lines("data.train_batch_size=7") == [f"error: data.train_batch_size=7: fewer pairs than {WORKERS}"]
     (line,) = reward_model_lines("data.max_length=4097")
     assert (

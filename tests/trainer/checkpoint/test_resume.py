@@ -277,6 +277,17 @@ def test_change_that_does_not_affect_training_is_reported(key: str, value: objec
     assert output.startswith(f"{key}: ") and output.endswith(f" -> {value}")
 
 
+def test_critic_path_may_change_in_a_run_without_a_critic() -> None:
+    """Its default was another model than the policy's."""
+
+    def config(estimator: str, path: str) -> dict[str, Any]:
+        return {"algorithm": {"adv_estimator": estimator}, "critic": {"enable": None, "model": {"path": path}}}
+
+    assert check_config(config("grpo", "old"), config("grpo", "new")) == []
+    with pytest.raises(ValueError, match=r"critic\.model\.path: \"old\" -> \"new\""):
+        check_config(config("gae", "old"), config("gae", "new"))
+
+
 def test_saved_list_equals_its_tuple_and_masked_secret_its_value(tmp_path: Path) -> None:
     current = changed("actor_rollout_ref.actor.optim.betas", (0.9, 0.999))
     assert check_config(changed("trainer.hf_token", "***"), current) == []

@@ -106,6 +106,14 @@ LATE = [
     ("trainer.default_local_dir={task}/lost", "names step '7', but the checkpoints there are of steps []"),
 ]
 OTHERS = [
+    ("ppo", "actor_rollout_ref.model.path: must be set, for example actor_rollout_ref.model.path=Qwen/Qwen3-0.6B (Hugging Face "),
+    ("ppo trainer.dry_run=config algorithm=ppo", "actor_rollout_ref.model.path: must be set, for example "),
+    ("sft", "model.path: must be set, for example model.path="),
+    ("reward_model", "model.path: must be set, for example model.path="),
+    ("generation", "actor_rollout_ref.model.path: must be set, for example "),
+    ("parity", "model: must be set, for example model="),
+    ("serve", "model: must be set, for example model="),
+    ("serve_reward judge_engine.enable=true", "judge_engine.model.path: must be set, for example judge_engine.model.path="),
     ("sft model.path=/gone", "model.path=/gone: no such directory"),
     (
         "sft model.path={task}/base data.train_files={task}/train.parquet",
@@ -211,7 +219,17 @@ def test_traceback_is_shown_on_request(words: str, task: Path, capsys: pytest.Ca
     assert err.splitlines()[-1] == "error: " + line.removesuffix(" (trainer.full_traceback=true shows where)")
 
 
-@pytest.mark.parametrize("words", [f"{MODEL}.path=/gone", "data.train_files={task}/empty.parquet"])
+DIRECTORIES = ("/proc/there", "/sys/there/run", "{task}/train.parquet", "{task}/train.parquet/run")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        f"{MODEL}.path=/gone",
+        "data.train_files={task}/empty.parquet",
+        *(f"trainer.default_local_dir={directory}" for directory in DIRECTORIES),
+    ],
+)
 def test_error_in_a_separate_process_is_one_line_without_loading_torch(words: str, task: Path) -> None:
     """In a process of its own, without a dry run: nothing is started, and torch is not loaded."""
     argv = [word for word in valid(task) if not word.startswith("trainer.dry_run")] + of(words, task).split()
@@ -223,7 +241,7 @@ def test_error_in_a_separate_process_is_one_line_without_loading_torch(words: st
     )
     lines = [line for line in result.stderr.splitlines() if not line.startswith(("import time:", "note: "))]
     assert result.returncode == 2 and result.stdout == "" and len(lines) == 1, lines
-    assert lines[0].startswith("error: ") and ADVICE.search(lines[0])
+    assert lines[0].startswith(f"error: {of(words, task)}: ") and ADVICE.search(lines[0])
     imported = {line.rpartition("|")[2].strip().partition(".")[0] for line in result.stderr.splitlines()}
     assert "configs" in imported and not imported & {"torch", "ray", "transformers"}
     assert not Path("run").exists()

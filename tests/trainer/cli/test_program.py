@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from configs.argv import groups_of
+from configs.argv import groups_of, shown
 from configs.base.keys import CONFIG_DIR, described
 from configs.schema.supervised import SFTConfig
 from tests.broken import PROGRAMS
@@ -181,9 +181,9 @@ def test_problems_of_a_check_are_reported_before_the_run(capsys: pytest.CaptureF
 
 
 def test_dry_run_checks_and_starts_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    assert raising(AssertionError())(["trainer.dry_run=config", "trainer.n_gpus_per_node=1"]) == 0
+    assert raising(AssertionError())(["model.path=a", "trainer.dry_run=config", "trainer.n_gpus_per_node=1"]) == 0
     out = capsys.readouterr().out
-    assert out == "configuration is fine: 1 worker on cuda, run directory checkpoints/gsm8k-sft/test\n"
+    assert out == "configuration is fine: 1 worker on cuda, run directory runs/sft\n"
 
 
 def test_jobs_of_a_sweep_continue_when_one_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -212,7 +212,7 @@ def test_help_fits_one_page(program: Program[Any]) -> None:
     assert ("\n  none\n" in page) == (not groups_of(program.root))
     for group in groups_of(program.root):
         for path in (CONFIG_DIR / group).glob("*.yaml"):
-            (line,) = [line for line in lines if line.startswith(f"  {group}={path.stem} ")]
+            (line,) = [line for line in lines if line.startswith(f"  {shown(group)}={path.stem} ")]
             comment = path.read_text().splitlines()[1].removeprefix("# ")
             assert comment and line.endswith(f"  {comment}")
     assert ("trainer.dry_run=full" in page) == (program.plan is not None)
@@ -225,7 +225,7 @@ def test_full_dry_run_plans_after_the_files_are_checked(capsys: pytest.CaptureFi
     there = replace(main, inputs=lambda config: ["a: not there", "b: not there"])
     assert there(["trainer.dry_run=full"]) == 2 and called == ["x"]
     assert capsys.readouterr().err == "error: a: not there\nerror: b: not there\n"
-    assert there(["trainer.dry_run=config"]) == 0, "needs no files"
+    assert there(["trainer.dry_run=config", "model.path=a"]) == 0, "needs no files"
     assert raising(AssertionError())(["trainer.dry_run=full"]) == 2
     assert capsys.readouterr().err.startswith("error: trainer.dry_run=full: trainer.main_sft has no plan to show")
 

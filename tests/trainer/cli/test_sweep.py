@@ -162,7 +162,7 @@ def test_trial_that_did_not_start_after_a_signal_counts_as_interrupted(runs: Run
 
 
 def test_dry_run_leaves_no_table_and_no_file(runs: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert runs(GRID, "trainer.dry_run=config") == 0 and runs.begun == []
+    assert runs(GRID, "model.path=a", "trainer.dry_run=config") == 0 and runs.begun == []
     assert [line[:3] for line in rows(capsys.readouterr().out)] == [["configuration", "is", "fine:"]] * 2
     assert list(tmp_path.iterdir()) == []
     assert runs("trainer.total_epochs=1,0", "trainer.dry_run=config") == 2, "one of them cannot work"

@@ -85,7 +85,7 @@ def test_supervised_training_reports_nondeterministic_kernels(
     monkeypatch.setattr("workers.roles.worker.deterministic_kernels", lambda: nullcontext({"some_kernel"}))
     code = main_sft.PROGRAM(
         [
-            "sft_recipe=sort_digits", "trainer.backend=local", "trainer.logger=[]", "trainer.deterministic=true",
+            "recipe=sort_digits", "trainer.backend=local", "trainer.logger=[]", "trainer.deterministic=true",
             f"data.train_files={task}/sft.parquet", f"data.val_files={task}/sft.parquet", f"model.path={task}/base",
             "data.train_batch_size=16", "trainer.total_training_steps=2", "trainer.test_freq=-1", "trainer.export_dir=null",
             f"trainer.default_local_dir={tmp_path}",

@@ -45,8 +45,8 @@ def test_no_program_writes_to_a_directory_in_use(task: Path, tmp_path: Path, cap
     engine = [f"actor_rollout_ref.model.path={task}/base", "actor_rollout_ref.rollout.dtype=float32"]
     lengths = ["data.max_prompt_length=8", "data.max_response_length=8"]
     starts = {
-        main_sft: ["sft_recipe=sort_digits", model, sft, "data.val_files=[]", "trainer.test_freq=-1"],
-        main_reward_model: ["reward_recipe=sort_digits", model, pairs, "data.val_files=[]", "trainer.test_freq=-1"],
+        main_sft: ["recipe=sort_digits", model, sft, "data.val_files=[]", "trainer.test_freq=-1"],
+        main_reward_model: ["recipe=sort_digits", model, pairs, "data.val_files=[]", "trainer.test_freq=-1"],
         main_generation: [f"data.path={task}/test.parquet", *engine, *lengths],
         main_parity: [f"model={task}/base", f"data.files={task}/test.parquet", "engines=[embedded]", *lengths],
     }

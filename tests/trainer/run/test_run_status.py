@@ -8,7 +8,14 @@ import pytest
 
 from trainer.run.run_dir import CONFIG as CONFIG_FILE
 from trainer.run.run_dir import GLOBAL_STEP, LATEST, METRICS, OUTCOME, json_line, write_config
-from trainer.run.run_status import Outcome, earlier_outcome, ended_with, last_metrics, objective_of, write_outcome
+from trainer.run.run_status import (
+    Outcome,
+    earlier_outcome,
+    ended_with,
+    last_metrics,
+    objective_of,
+    write_outcome,
+)
 
 CONFIG = {"optim": {"lr": 0.1}, "trainer": {"seed": 1}, "judge": {"api_key": "hidden"}}
 
@@ -37,6 +44,7 @@ def test_outcome_of_new_interrupted_and_failed_runs(tmp_path: Path) -> None:
     [
         "trainer.default_local_dir", "trainer.resume_mode", "trainer.max_restarts", "trainer.walltime", "trainer.watch.disk_gb",
         "trainer.logger", "trainer.objective", "trainer.dry_run", "trainer.full_traceback", "timeouts.step", "ray_kwargs.a.b",
+        "trainer.project_name", "trainer.experiment_name",
     ],
 )  # fmt: skip
 def test_keys_without_effect_on_the_result_may_change(key: str, tmp_path: Path) -> None:
@@ -96,3 +104,13 @@ def test_last_value_of_each_metric_counts(tmp_path: Path) -> None:
     (tmp_path / METRICS).write_text("".join(map(json_line, [{"a": 1.0, "b": 2.0}, {"a": 3.0}])))
     assert last_metrics(tmp_path) == {"a": 3.0, "b": 2.0}
     assert (objective_of(tmp_path, "a"), objective_of(tmp_path, "-b")) == (3.0, -2.0)
+
+
+def test_former_default_of_the_critics_model_is_the_same_run(tmp_path: Path) -> None:
+    """The critic's model now follows the policy's, and had a default of its own."""
+    now = with_key("critic.model.path", "base")
+    write_config(tmp_path, with_key("critic.model.path", "/a/models/deepseek-llm-7b-chat"))
+    assert earlier_outcome(tmp_path, now) == Outcome("interrupted", 0.0)
+    write_config(tmp_path, with_key("critic.model.path", "another"))
+    with pytest.raises(ValueError, match=r"holds a run with critic\.model\.path="):
+        earlier_outcome(tmp_path, now)

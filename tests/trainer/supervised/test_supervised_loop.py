@@ -17,7 +17,7 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run(task: Path, run_dir: Path, *overrides: str) -> list[dict[str, float]]:
     words = [
-        "sft_recipe=sort_digits", "trainer.backend=local", "trainer.logger=[]", f"data.train_files={task}/sft.parquet",
+        "recipe=sort_digits", "trainer.backend=local", "trainer.logger=[]", f"data.train_files={task}/sft.parquet",
         f"data.val_files={task}/sft.parquet", f"model.path={task}/base", "data.train_batch_size=16", "trainer.test_freq=1",
         "trainer.export_dir=null", f"trainer.default_local_dir={run_dir}", "trainer.save_freq=1",
         "trainer.resume_mode=auto", *overrides,

@@ -36,7 +36,7 @@ def asked(digit: int) -> list[dict[str, str]]:
 
 def run(task: Path, run_dir: Path, *overrides: str) -> list[dict[str, float]]:
     words = [
-        "sft_recipe=sort_digits", "trainer.backend=local", "data.messages_key=messages", f"data.train_files={task}/train.parquet",
+        "recipe=sort_digits", "trainer.backend=local", "data.messages_key=messages", f"data.train_files={task}/train.parquet",
         f"data.val_files={task}/test.parquet", f"model.path={task}/model", "data.train_batch_size=32", "trainer.test_freq=1",
         f"trainer.default_local_dir={run_dir}", "trainer.resume_mode=auto", "optim.lr=4e-3", "trainer.total_training_steps=3",
         *overrides,

@@ -15,7 +15,7 @@ def test_struct_column_is_trained_on(tmp_path: Path) -> None:
     rows = [{"extra_info": {"index": i, "question": str(i % 10), "answer": str((i + 1) % 10)}} for i in range(80)]
     file = write(rows, str(tmp_path), "train")
     words = [
-        "sft_recipe=sort_digits", "trainer.backend=local", "trainer.logger=[]",
+        "recipe=sort_digits", "trainer.backend=local", "trainer.logger=[]",
         f"data.train_files={file}", f"data.val_files={file}",
         "data.prompt_key=extra_info", "data.prompt_dict_keys=['question']",
         "data.response_key=extra_info", "+data.response_dict_keys=['answer']",

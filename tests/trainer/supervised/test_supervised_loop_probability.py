@@ -9,7 +9,7 @@ from trainer import main_sft
 def test_run_ends_at_the_first_validation_that_reaches_the_bound(tmp_path: Path) -> None:
     task = make_task(tmp_path / "task")
     words = [
-        "sft_recipe=sort_digits", "trainer.backend=local", f"data.train_files={task}/sft.parquet",
+        "recipe=sort_digits", "trainer.backend=local", f"data.train_files={task}/sft.parquet",
         f"data.val_files={task}/sft.parquet", f"model.path={task}/base", "data.train_batch_size=64",
         "trainer.total_training_steps=40", "trainer.test_freq=2", "trainer.stop_at_probability=1e-7",
         "trainer.export_dir=null", f"trainer.default_local_dir={tmp_path}/run",

@@ -14,7 +14,7 @@ def test_diverged_run_stops_with_a_message(tmp_path: Path, capfd: pytest.Capture
     task = make_task(tmp_path / "task")
     code = main_sft.PROGRAM(
         [
-            "sft_recipe=sort_digits", "trainer.backend=local", "trainer.total_training_steps=20", "data.train_batch_size=16",
+            "recipe=sort_digits", "trainer.backend=local", "trainer.total_training_steps=20", "data.train_batch_size=16",
             f"data.train_files={task}/sft.parquet", f"model.path={task}/base", f"trainer.default_local_dir={tmp_path / 'run'}",
             "optim.lr=1e30",
         ]

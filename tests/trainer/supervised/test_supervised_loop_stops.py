@@ -29,7 +29,7 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def arguments(task: Path, run_dir: Path, *overrides: str) -> list[str]:
     return [
-        "sft_recipe=sort_digits", "trainer.backend=local", f"data.train_files={task}/sft.parquet", f"model.path={task}/base",
+        "recipe=sort_digits", "trainer.backend=local", f"data.train_files={task}/sft.parquet", f"model.path={task}/base",
         "data.train_batch_size=8", f"trainer.total_training_steps={STEPS}", "trainer.resume_mode=auto", "optim.lr=1e-4",
         f"trainer.default_local_dir={run_dir}", *overrides,
     ]  # fmt: skip

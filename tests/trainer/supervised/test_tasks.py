@@ -24,7 +24,7 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run(task: Path, run_dir: Path, *overrides: str) -> list[dict[str, float]]:
     words = [
-        "reward_recipe=sort_digits", "trainer.backend=local", f"data.train_files={task}/preferences.parquet",
+        "recipe=sort_digits", "trainer.backend=local", f"data.train_files={task}/preferences.parquet",
         f"data.val_files={task}/preferences_test.parquet", f"model.path={task}/base", "data.train_batch_size=16",
         "trainer.test_freq=1", f"trainer.default_local_dir={run_dir}", "trainer.save_freq=1", "trainer.resume_mode=auto",
         "trainer.total_training_steps=4", *overrides,
@@ -91,7 +91,7 @@ def test_statistics_are_of_the_training_pairs_without_held_out_pairs(task: Path,
 
 def test_diverged_run_dumps_its_pairs(task: Path, tmp_path: Path) -> None:
     words = [
-        "reward_recipe=sort_digits", "trainer.backend=local", f"data.train_files={task}/preferences.parquet", "data.val_files=[]",
+        "recipe=sort_digits", "trainer.backend=local", f"data.train_files={task}/preferences.parquet", "data.val_files=[]",
         f"model.path={task}/base", "data.train_batch_size=16", "trainer.test_freq=-1", f"trainer.default_local_dir={tmp_path}",
         "optim.lr=1e30",
     ]  # fmt: skip
