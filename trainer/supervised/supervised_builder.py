@@ -44,6 +44,7 @@ def attempt(config: Config, lifecycle: RunLifecycle) -> None:
         environment = worker_environment(trainer.deterministic)
         workers = start_workers(backend, trainer, config.timeouts, deterministic=trainer.deterministic, env=environment)
         watchdog, phases = Watchdog(asdict(config.timeouts), run_dir), Phases()
+        lifecycle.stopping.hurry = watchdog.hurry
         tokenizer = load_tokenizer(config.model)
         task: Task = SFTTask(config, tokenizer) if isinstance(config, SFTConfig) else RewardModelTask(config, tokenizer)
         order, total_steps = harness.data_order(config, len(task))
