@@ -169,6 +169,19 @@ def _custom(config: PlacementConfig, roles: Collection[str]) -> dict[str, tuple[
     return members
 
 
+def _alternatives(layout: Layout, members: Mapping[str, tuple[str, ...]], trainer: WorkersConfig) -> str:
+    """Overrides with which these roles fit, where equal pools of ``layout`` do not."""
+    n, nodes, gpus = len(members), trainer.nnodes, trainer.n_gpus_per_node
+    roles = {role for there in members.values() for role in there}
+    pairs = [[role for role in pair if role in roles] for pair in PAIRS.values()]
+    if layout == "split" and all(pairs) and (nodes % 2 == 0 or gpus % 2 == 0):
+        shared = f"placement=colocate_pairs ({' | '.join(', '.join(pair) for pair in pairs)})"
+    else:
+        shared = "placement=colocate_all (all roles on all GPUs)"
+    sizes = ", or the size of each in placement.pools" if nodes * gpus >= n else ""
+    return f"use {shared}, trainer.n_gpus_per_node={gpus // n * n + n}{sizes}"
+
+
 def _equal(layout: Layout, members: Mapping[str, tuple[str, ...]], trainer: WorkersConfig) -> list[Pool]:
     """Pools of equal size: whole nodes if the number of nodes is divisible, otherwise an equal part of every node."""
     n, nodes, gpus = len(members), trainer.nnodes, trainer.n_gpus_per_node
@@ -179,7 +192,7 @@ def _equal(layout: Layout, members: Mapping[str, tuple[str, ...]], trainer: Work
         raise ConfigError(
             f"placement.layout={layout}: {n} pools ({', '.join(members)}) cannot share {trainer.sizes} GPUs equally: "
             f"{n} divides neither {there} ({nodes} = {nodes // n} * {n} + {nodes % n}) nor the {gpus} GPUs of a node "
-            f"({gpus} = {gpus // n} * {n} + {gpus % n}); set the size of each in placement.pools"
+            f"({gpus} = {gpus // n} * {n} + {gpus % n}); {_alternatives(layout, members, trainer)}"
         )
     size = (nodes // n, gpus) if by_node else (nodes, gpus // n)
     sizes = (

@@ -109,8 +109,10 @@ class Watchdog:
         self._lock = threading.Lock()
         """Calls come from several threads if pools work concurrently."""
         self._hurried = False
-        self._own: tuple[_Alarm, float] | None = None
-        """Alarm of the work in progress, and the time.monotonic() at which it exceeds all earlier durations."""
+        self._own: tuple[_Alarm, float, str] | None = None
+        """Alarm of the work in progress, the time.monotonic() at which it exceeds all earlier durations, and what it is."""
+        self._waits: dict[str, str] = {}
+        """Calls that this process waits for: {what: its limit, for messages}."""
 
     def limit(self, phase: str) -> Limit:
         """Limit of a phase: as configured, or 10 x the longest of at least three durations, if that is more."""
@@ -254,11 +256,15 @@ class Watchdog:
     @contextmanager
     def _reported(self, phase: str, what: str, work: Callable[[], Sequence[str]]) -> Iterator[None]:
         """Add a report to a PhaseTimeout of a call."""
+        limit = self.limit(phase)
+        self._waits[what] = f"{limit.seconds:g} s at most, {limit.source}"
         try:
             yield
         except PhaseTimeout as error:
             error.last_words = self._report(phase, what, error.states, work)
             raise
+        finally:
+            self._waits.pop(what, None)
 
     @contextmanager
     def own(self, phase: str, what: str, work: str) -> Iterator[None]:
@@ -275,7 +281,7 @@ class Watchdog:
 
         patience = min(limit.seconds, max(HURRIED, self._durations.get(phase, (0, 0.0))[1]))
         alarm = _Alarm(patience if self._hurried else limit.seconds, report)
-        self._own = (alarm, started + patience)
+        self._own = (alarm, started + patience, what)
         # USERS: stderr itself may be redirected to a log.
         faulthandler.dump_traceback_later(limit.seconds + EXIT_SECONDS, exit=True, file=USERS[-1])
         try:
@@ -290,12 +296,18 @@ class Watchdog:
             self._own = None
         self._add_duration(phase, time.monotonic() - started)
 
-    def hurry(self) -> None:
-        """From now on abandon work of this process that takes long, see ``own``. May be called by a signal handler."""
+    def hurry(self) -> str:
+        """From now on abandon work of this process that takes long, see ``own``. May be called by a signal handler.
+
+        Returns what this process waits for and for how long at most, "" for nothing.
+        """
         self._hurried = True
         if self._own is not None:
-            alarm, due = self._own
-            alarm.ring_in(max(HURRIED, due - time.monotonic()))
+            alarm, due, what = self._own
+            left = max(HURRIED, due - time.monotonic())
+            alarm.ring_in(left)
+            return f"{what}, {left:.0f} s at most: then the step is dropped"
+        return ", ".join(f"{what} ({limit})" for what, limit in list(self._waits.items()))
 
     def _add_duration(self, phase: str, seconds: float) -> None:
         """Record the duration of a phase."""

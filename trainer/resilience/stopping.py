@@ -7,9 +7,9 @@ the loop abandon it. A second SIGTERM and Ctrl-C keep their usual effect, for us
 
 from __future__ import annotations
 
-import os
 import shutil
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from math import inf
@@ -24,6 +24,7 @@ from trainer.run.errors import Stopped
 from trainer.run.events import Events
 from trainer.run.run_dir import checkpoint_dir, checkpoint_steps, resume_hint
 from trainer.run.timing import WHOLE_STEP
+from workers.controller.logs import tell
 from workers.host_memory import GB, host_memory
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
@@ -46,7 +47,8 @@ class Stopping:
     def __init__(self, trainer: RunConfig, run_dir: Path) -> None:
         self.run_dir = run_dir
         self.furthest = -1  # the last complete step of any attempt
-        self.hurry: Callable[[], None] = lambda: None  # called at the first signal, to cut short what the loop waits for
+        # Called at the first signal, to cut short what the loop waits for; returns that and its time limit, for the user.
+        self.hurry: Callable[[], str] = lambda: ""
         self._watch = HostMonitor(trainer.watch, run_dir)
         # From the start of the process: imports and checks are part of a batch system's limit too.
         self._ends = inf if trainer.walltime is None else psutil.Process().create_time() + seconds_of(trainer.walltime)
@@ -106,14 +108,13 @@ class Stopping:
     def _note(self, number: int, frame: FrameType | None) -> None:
         if self._signal is not None:  # a batch system may send its warning again
             return
-        # From here on a second SIGTERM has its previous effect. os.write: the signal may have interrupted a print, and buffered
-        # streams are not reentrant.
+        # From here on a second SIGTERM has its previous effect.
         signal.signal(signal.SIGTERM, self._before[signal.SIGTERM])
         self._signal = signal.Signals(number)
-        os.write(
-            2, f"{self._signal.name}: the run ends after this step, with a checkpoint; a second SIGTERM ends it now\n".encode()
-        )
-        self.hurry()
+        waits = self.hurry()
+        line = f"{self._signal.name}: the run ends after this step, with a checkpoint; a second SIGTERM ends it now"
+        # From a thread: the signal may have interrupted a print, and buffered streams are not reentrant.
+        threading.Thread(target=tell, args=(line + (f"; it waits for {waits}" if waits else ""),)).start()
 
     def _asked(self) -> tuple[int, str] | None:
         return None if self._signal is None else (128 + self._signal, self._signal.name)

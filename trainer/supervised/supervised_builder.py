@@ -22,7 +22,7 @@ from trainer.resilience.restart import RunLifecycle
 from trainer.run.timing import Phases
 from trainer.supervised.supervised_loop import SupervisedLoop, steps_between
 from trainer.supervised.tasks import RewardModelTask, SFTTask, Task
-from workers.controller.logs import announce
+from workers.controller.logs import announce, tell
 from workers.roles.train_engines import check_engine
 from workers.seeding import seed_of
 
@@ -39,11 +39,15 @@ def run(config: Config, notices: Sequence[str]) -> None:
 def attempt(config: Config, lifecycle: RunLifecycle) -> None:
     """Run once, from the last checkpoint if there is one, in new worker processes; all of them have ended on return."""
     trainer, run_dir, resume = config.trainer, lifecycle.run_dir, harness.resume_from(config, lifecycle)
+    # Lines for the user: the parts of the start take seconds each, and with trainer.logger=[] nothing else is printed.
+    tell(f"starting {world_size(trainer)} worker{'s' if world_size(trainer) > 1 else ''} on {trainer.device}")
     with ExitStack() as stack:
         backend = stack.enter_context(open_backend(trainer, config.ray_kwargs, config.timeouts, run_dir))
         environment = worker_environment(trainer.deterministic)
         workers = start_workers(backend, trainer, config.timeouts, deterministic=trainer.deterministic, env=environment)
         watchdog, phases = Watchdog(asdict(config.timeouts), run_dir), Phases()
+        lifecycle.stopping.hurry = watchdog.hurry
+        tell(f"tokenizing {', '.join(config.data.train_files)}")
         tokenizer = load_tokenizer(config.model)
         task: Task = SFTTask(config, tokenizer) if isinstance(config, SFTConfig) else RewardModelTask(config, tokenizer)
         order, total_steps = harness.data_order(config, len(task))
@@ -55,6 +59,7 @@ def attempt(config: Config, lifecycle: RunLifecycle) -> None:
         # From here on the run directory belongs to this run: an earlier failure leaves no status and no report in it.
         lifecycle.started = True
         cut = limits(supervised_cut(config))
+        tell(f"loading {task.model.path}")
         model = start_model(
             workers,
             "model",
@@ -93,6 +98,9 @@ def attempt(config: Config, lifecycle: RunLifecycle) -> None:
             extra_files=lambda step: task.extra_files(model, step),
         )
         loop = SupervisedLoop(config, run_trainer, task, order, model)
+        steps = f"{total_steps} step{'s' if total_steps > 1 else ''}"
+        units = "rows" if task.unit is None else "pairs"
+        tell(f"training {steps}, each on {config.data.train_batch_size} of {len(task)} {units}")
         # The saver completes a pending checkpoint here, while the workers that write it still exist.
         with lifecycle.stopping, run_trainer.saver:
             loop.fit()

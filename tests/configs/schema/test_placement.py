@@ -118,8 +118,8 @@ def test_gpus_that_do_not_divide_equally_are_refused() -> None:
     assert refusal("split", 1, 6) == (
         "placement.layout=split: 4 pools (actor, ref, critic, rollout) cannot share trainer.nnodes * "
         "trainer.n_gpus_per_node = 1 * 6 GPUs equally: 4 divides neither 1 node (1 = 0 * 4 + 1) nor the 6 GPUs of a node "
-        "(6 = 1 * 4 + 2)"
-        "; set the size of each in placement.pools"
+        "(6 = 1 * 4 + 2); use placement=colocate_pairs (actor, ref, rollout | critic), trainer.n_gpus_per_node=8, or the size of "
+        "each in placement.pools"
     )
 
 

@@ -1,5 +1,7 @@
 """Checks of roles in pools: every check counts the workers of the role's own pool."""
 
+import re
+
 import pytest
 
 from configs.compose import compose
@@ -30,6 +32,23 @@ def test_a_valid_placement_gives_a_note_with_its_layout() -> None:
 def test_an_impossible_placement_is_the_only_error() -> None:
     (line,) = ppo_lines("placement=split", "trainer.n_gpus_per_node=4", "data.train_batch_size=3")
     assert line.startswith("error: placement.layout=split: 3 pools (actor, critic, rollout) cannot share trainer.nnodes")
+
+
+@pytest.mark.parametrize(
+    ("words", "advised"),
+    [
+        (["placement=split", "trainer.n_gpus_per_node=2"], ["placement=colocate_pairs", "trainer.n_gpus_per_node=3"]),
+        (["placement=split", "trainer.n_gpus_per_node=1"], ["placement=colocate_all", "trainer.n_gpus_per_node=3"]),
+        (["placement=colocate_pairs", "trainer.n_gpus_per_node=3"], ["placement=colocate_all", "trainer.n_gpus_per_node=4"]),
+    ],
+)
+def test_advice_for_gpus_that_do_not_divide_is_a_placement_that_works(words: list[str], advised: list[str]) -> None:
+    (line,) = ppo_lines(*words)
+    assert re.findall(r"(?:placement|trainer\.n_gpus_per_node)=\w+", line.partition("; use ")[2]) == advised
+    for override in advised:
+        batch = ["data.train_batch_size=12", f"{ACTOR}.ppo_mini_batch_size=12"]
+        assert not [line for line in ppo_lines(*words, *batch, override) if line.startswith("error")]
+    assert line.endswith("or the size of each in placement.pools") == (words[-1] == "trainer.n_gpus_per_node=3")
 
 
 def test_sizes_are_checked_against_the_workers_of_the_roles_pool() -> None:

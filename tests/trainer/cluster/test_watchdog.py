@@ -63,6 +63,18 @@ def test_limit_grows_with_measured_times_and_never_shrinks(monkeypatch: pytest.M
     assert quick.limit("update").seconds == 20.0
 
 
+def test_hurry_names_the_calls_that_are_waited_for_and_their_limits(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    limits, group = watchdog(tmp_path, update=20.0), Clocked(monkeypatch)
+    assert limits.hurry() == ""
+    waits = []
+    monkeypatch.setattr(group, "call", lambda *_, **__: future)
+    future = SimpleNamespace(begun=0.0, replies=SimpleNamespace(ended={}), result=lambda: waits.append(limits.hurry()) or [])
+    limits.call(cast(Any, group), "update", "update of actor", cast(Any, 0.0))
+    assert waits == ["update of actor (20 s at most, timeouts.update=20)"] and limits.hurry() == ""
+    with limits.own("reward", "scoring", "3 answers"):
+        assert limits.hurry() == "scoring, 5 s at most: then the step is dropped"
+
+
 @pytest.mark.parametrize("count", [3, MOST_SPANS, MOST_SPANS + 1, 5 * MOST_SPANS + 7])
 def test_records_of_many_calls_are_merged_in_order_and_cover_the_total_time(count: int) -> None:
     spans = CallSpans()

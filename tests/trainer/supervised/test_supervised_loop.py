@@ -39,6 +39,16 @@ def test_background_saves_are_resumed_and_exported(task: Path, tmp_path: Path) -
     assert all((one == other).all() for one, other in zip(*(model.parameters() for model in models), strict=True))
 
 
+def test_start_says_what_is_being_done(task: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run(task, tmp_path, "trainer.total_training_steps=1", "trainer.save_freq=-1")
+    assert capsys.readouterr().err.splitlines()[:4] == [
+        "starting 1 worker on cpu",
+        f"tokenizing {task}/sft.parquet",
+        f"loading {task}/base",
+        "training 1 step, each on 16 of 64 rows",
+    ]
+
+
 def test_jump_of_the_rate_in_an_extended_run_is_reported(task: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     cosine = ("optim.lr_scheduler_type=cosine", "optim.lr=1e-4", "optim.lr_warmup_steps=0")
     run(task, tmp_path, *cosine, "trainer.total_training_steps=2")
