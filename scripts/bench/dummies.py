@@ -84,7 +84,7 @@ class Dummy:
             CLOCK.spent[PHASES[f"{role} {method}"]] += time.perf_counter() - started
             CLOCK.cpu += time.process_time() - used
 
-    def sync_weights(self, role: str, version: int) -> Metrics:
+    def sync_weights(self, role: str, version: int, keep_cache: bool) -> Metrics:
         return {}
 
     def advance(self, role: str, prompts: Batch, sampling: Sampling, steps: int) -> Batch:
