@@ -98,7 +98,9 @@ class Dummy:
         }
         return Batch(lengths, tokens, {"id": prompts.rows["id"], "finished": finished})
 
-    def forward(self, role: str, batch: Batch, plan: MicroBatches, outputs: list[str], adapter: bool) -> Batch:
+    def forward(
+        self, role: str, batch: Batch, plan: MicroBatches, outputs: list[str], adapter: bool, snapshot: bool
+    ) -> Batch:
         return Batch(batch.lengths, {name: torch.full((batch.total_tokens,), -2.0) for name in outputs})
 
     def train_step(self, role: str, batch: Batch, plan: MicroBatches) -> Metrics:
