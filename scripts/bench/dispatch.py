@@ -15,7 +15,8 @@ memcpy of the same bytes in one thread. Round trips of 100 MB to one worker and 
 same bytes as numpy arrays and as torch tensors.
 
 turns: generation of --requests responses on one and two replicas that hold all of them at the same time. Milliseconds outside the
-replicas per turn, in which each is called once for 32 steps.
+replicas per turn, in which each is called once for 32 steps. turns_on_ray: the same on Ray; CPU time of the controller's main
+thread per turn, the smallest and the median of the rounds.
 """
 
 import argparse
@@ -45,7 +46,7 @@ from trainer.cluster.watchdog import Watchdog
 from trainer.rollout.remote_rollout import RemoteRollout
 from trainer.run.timing import WITHIN
 from workers.batch import Batch
-from workers.controller.group import WorkerInfo
+from workers.controller.group import Backend, WorkerInfo
 from workers.controller.local_backend import LocalBackend
 from workers.controller.ray.ray_backend import RayBackend
 from workers.controller.resource_pool import ResourcePool
@@ -217,22 +218,43 @@ class FakeEngine:
 
 
 def turns(requests: int, replicas: int, rounds: int, folder: Path) -> dict[str, Any]:
-    """Cost of a turn; response lengths are geometric with a mean of 300 tokens."""
+    """Cost of a turn in this process."""
+    with LocalBackend() as backend:
+        costs, n = generations(backend, requests, replicas, rounds, folder)
+    wall = [(whole - used / replicas) / n for whole, _, used in costs]
+    return {"requests": requests, "replicas": replicas, "turns": n, "turn_ms": 1e3 * statistics.median(wall)}
+
+
+def turns_on_ray(requests: int, replicas: int, rounds: int, folder: Path) -> dict[str, Any]:
+    """CPU time of the controller's main thread per turn."""
+    with RayBackend(run_dir=folder, nnodes=1, n_gpus_per_node=replicas, device="cpu", ray_init={}) as backend:
+        costs, n = generations(backend, requests, replicas, rounds, folder)
+    cpu = [1e3 * thread / n for _, thread, _ in costs]
+    return {"requests": requests, "replicas": replicas, "turns": n, "least_ms": min(cpu), "cpu_ms": statistics.median(cpu)}
+
+
+def generations(
+    backend: Backend, requests: int, replicas: int, rounds: int, folder: Path
+) -> tuple[list[tuple[float, float, float]], float]:
+    """Of ``rounds`` generations after one for warm-up: seconds, CPU seconds of this thread, seconds of the engines; their turns.
+
+    Response lengths are geometric with a mean of 300 tokens.
+    """
     settings = SimpleNamespace(name="embedded", free_cache_engine=False, max_num_seqs=requests, balance="tokens")
     sampling = Sampling(1.0, -1, 1.0, max_tokens=4000, stop_token_ids=())
     rows = {"seed": torch.from_numpy(np.random.default_rng(0).geometric(1 / 300, requests)), "greedy": torch.zeros(requests)}
     prompts = Batch(torch.full((requests,), 100), {"input_ids": torch.zeros(100 * requests, dtype=torch.int64)}, rows)
     limits = dict.fromkeys(("start", "generate", "ask"), 300.0)
+    group = backend.start_group("engines", ResourcePool((replicas,), "cpu", "engines"), FakeEngine)
+    spec = cast(Any, SimpleNamespace(rollout=settings, run_dir=None))
+    rollout = RemoteRollout(group, spec, "actor", Watchdog(limits, folder))
     costs = []
-    with LocalBackend() as backend:
-        group = backend.start_group("engines", ResourcePool((replicas,), "cpu", "engines"), FakeEngine)
-        spec = cast(Any, SimpleNamespace(rollout=settings, run_dir=None))
-        rollout = RemoteRollout(group, spec, "actor", Watchdog(limits, folder))
-        for _ in range(rounds + 1):
-            whole, stats = seconds(lambda: rollout.generate(prompts, sampling, N)), rollout.stats()
-            costs.append((whole - stats["used"] / replicas) / (stats["calls"] / replicas))
-    return {"requests": requests, "replicas": replicas, "turns": stats["calls"] / replicas,
-            "turn_ms": 1e3 * statistics.median(costs[1:])}  # fmt: skip
+    for _ in range(rounds + 1):
+        thread = time.thread_time()
+        whole = seconds(lambda: rollout.generate(prompts, sampling, N))
+        thread, stats = time.thread_time() - thread, rollout.stats()
+        costs.append((whole, thread, stats["used"]))
+    return costs[1:], stats["calls"] / replicas
 
 
 def seconds(work: Callable[[], object]) -> float:
@@ -264,7 +286,7 @@ def main() -> None:
         args.sequences, args.workers, args.megabytes, args.readers = [128, 1024], [2], 8, 2
     torch.set_num_threads(1)
     CLOCK.longest = args.longest
-    report: dict[str, Any] = {"settings": vars(args), "steps": [], "turns": []}
+    report: dict[str, Any] = {"settings": vars(args), "steps": [], "turns": [], "turns_on_ray": []}
     with tempfile.TemporaryDirectory() as temporary, redirect_stdout(sys.stderr):
         folder = Path(temporary)
         tiny_model.main([f"--save_dir={folder / 'model'}"])
@@ -280,6 +302,9 @@ def main() -> None:
                     **report["turns"][-1]
                 )
             )
+        for replicas in (1, 2):
+            report["turns_on_ray"].append(turns_on_ray(args.requests, replicas, 4 * args.steps, folder))
+            print("on Ray, {replicas} replicas: CPU time {cpu_ms:.2f} ms a turn".format(**report["turns_on_ray"][-1]))
         if args.megabytes:
             report["store"] = store(args.megabytes, args.readers, args.steps, folder)
     print(json.dumps(report | {"load": os.getloadavg()}, indent=1))

@@ -93,13 +93,19 @@ def start(config: ServeConfig, stack: ExitStack) -> tuple[ModelEngine, ServedMod
         sampling=sampling,
         max_length=longest,
         vocab_size=vocab_size(model),
-        has_seeds=rollout.name != "sglang"
-        or config.trainer.device == "cpu"
-        or rollout.engine_kwargs.sglang.get("enable_deterministic_inference") is True,
+        has_seeds=has_seeds(config),
     )
     watchdog = Watchdog(asdict(config.timeouts), Path(config.trainer.default_local_dir))
     engines = start_engine(stack.enter_context(opened_workers(config)), spec, watchdog, seed=config.trainer.seed)
     return ModelEngine(engines, sampling, most=rollout.max_num_seqs * engines.n_replicas + config.server.max_waiting), served
+
+
+def has_seeds(config: ServeConfig) -> bool:
+    """Whether the engine samples by the seeds of requests."""
+    rollout = config.actor_rollout_ref.rollout
+    if rollout.name != "sglang" or config.trainer.device == "cpu":
+        return True
+    return rollout.engine_kwargs.sglang.get("enable_deterministic_inference") is True
 
 
 @contextmanager

@@ -20,6 +20,8 @@ def test_quick_run_reports_controller_time_and_object_store_bytes() -> None:
     assert all(more["us_per_token"] < 3 * fewer["us_per_token"] for fewer, more in pairwise(report["steps"]))
     assert [case["replicas"] for case in report["turns"]] == [1, 2]
     assert all(case["turns"] > 50 and 0 < case["turn_ms"] < 20 for case in report["turns"])
+    assert [case["replicas"] for case in report["turns_on_ray"]] == [1, 2]
+    assert all(case["turns"] > 50 and 0 < case["least_ms"] <= case["cpu_ms"] < 20 for case in report["turns_on_ray"])
     store = report["store"]
     assert 8_000_000 < store["bytes"] < 9_000_000
     assert 1.0 <= store["stored_over_bytes"] < 1.02, "every byte is put into the store once"

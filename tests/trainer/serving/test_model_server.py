@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 
 from tests.model_serving import serve_config
 from tests.runs import make_task, run_ppo
-from trainer.serving.model_server import adapter_on_base, model_files, name_of
+from trainer.serving.model_server import adapter_on_base, has_seeds, model_files, name_of
 
 
 def test_a_run_directory_is_exported_while_it_is_served(tmp_path: Path) -> None:
@@ -37,3 +37,24 @@ def test_an_adapter_without_base_model_is_refused(tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text(json.dumps({"r": 2}))
     with pytest.raises(ValueError, match=r"names no base model \(base_model_name_or_path\)"):
         adapter_on_base(serve_config().actor_rollout_ref.model, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("words", "seeds"),
+    [
+        (("rollout=embedded", "trainer.device=cuda"), True),
+        (("rollout=vllm", "trainer.device=cuda"), True),
+        (("rollout=sglang", "trainer.device=cpu"), True),
+        (("rollout=sglang", "trainer.device=cuda"), False),
+        (
+            (
+                "rollout=sglang",
+                "trainer.device=cuda",
+                "+actor_rollout_ref.rollout.engine_kwargs.sglang.enable_deterministic_inference=true",
+            ),
+            True,
+        ),
+    ],
+)
+def test_seeds_need_an_engine_that_samples_by_them(words: tuple[str, ...], seeds: bool) -> None:
+    assert has_seeds(serve_config("model=Qwen/Qwen3-4B", *words)) is seeds
