@@ -106,10 +106,10 @@ def test_first_signal_is_deferred_and_the_next_sigterm_reaches_the_previous_hand
     with ignored(), clock:
         assert not clock.is_due(3, {}, 0.0, Events(tmp_path))
         os.kill(os.getpid(), number)
-        told = ""
-        while not told.endswith("\n"):  # from a thread
-            told += capfd.readouterr().err
-        assert told == f"{number.name}: the run ends after this step, with a checkpoint; a second SIGTERM ends it now\n"
+        printed = ""
+        while not printed.endswith("\n"):  # from a thread
+            printed += capfd.readouterr().err
+        assert printed == f"{number.name}: the run ends after this step, with a checkpoint; a second SIGTERM ends it now\n"
         assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
         os.kill(os.getpid(), signal.SIGUSR1)  # Slurm may send it again
     clock.check()  # it completed nevertheless

@@ -92,8 +92,9 @@ def reference_fit(loop: Loop) -> None:
 @pytest.mark.parametrize(
     ("mode", "workers"),
     [
-        ("staleness 2", "processes"),
+        ("staleness 2", "threads"),
         ("one step off", "threads"),
+        pytest.param("staleness 2", "processes", marks=pytest.mark.soak),
         pytest.param("one step off", "processes", marks=pytest.mark.soak),
     ],
     indirect=["workers"],

@@ -107,7 +107,7 @@ def undisturbed(task: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[st
 @pytest.mark.parametrize(
     ("policy", "method", "number"),
     [
-        ("static", "advance", 9),
+        pytest.param("static", "advance", 9, marks=pytest.mark.soak),
         pytest.param("static", "is_alive", 2, marks=pytest.mark.soak),
         pytest.param("partial", "advance", 5, marks=pytest.mark.soak),
         pytest.param("partial", "suspend", 1, marks=pytest.mark.soak),

@@ -184,7 +184,7 @@ def test_turns_are_trained_as_they_were_sampled(task: Path, tmp_path: Path) -> N
         *(pytest.param(mode, (), marks=pytest.mark.soak) for mode in ("synchronous", "filter_groups", "partial", "one_step_off")),
         *(
             pytest.param(mode, ("rollout=vllm", "actor_rollout_ref.rollout.tensor_model_parallel_size=1"), marks=marks)
-            for mode, marks in (("partial", CPU_BUILD), ("synchronous", [CPU_BUILD, pytest.mark.soak]))
+            for mode, marks in (("partial", [CPU_BUILD, pytest.mark.soak]), ("synchronous", [CPU_BUILD, pytest.mark.soak]))
         ),
     ],
 )
