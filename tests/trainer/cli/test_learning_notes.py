@@ -37,7 +37,7 @@ MODELS = {"ppo_trainer": "actor_rollout_ref.model", "sft_trainer": "model", "rew
 def notes_of(root: str, words: Sequence[str]) -> list[str]:
     schema, check = PROGRAMS[root]
     notes: list[str] = check(compose(root, schema, words), frozenset())
-    return [note for note in notes if "it will hardly learn" in note or "rounded away" in note]
+    return [note for note in notes if "it will learn little" in note or "rounded away" in note]
 
 
 def tiny(folder: Path, **fields: object) -> str:
