@@ -32,7 +32,7 @@ from trainer.cluster.watchdog import Watchdog
 from trainer.data.order import DataOrder
 from trainer.report.run_report import GrowingReport, finish
 from trainer.resilience.alarms import Alarm, Alarms, react
-from trainer.resilience.restart import RunLifecycle, run_with_restarts
+from trainer.resilience.restart import Figures, RunLifecycle, run_with_restarts
 from trainer.resilience.skipped_updates import SkippedUpdates
 from trainer.run.events import Events
 from trainer.run.logger import Logger
@@ -43,8 +43,6 @@ from workers.controller.group import WorkerGroup
 from workers.controller.logs import announce
 
 Config = PPOConfig | SupervisedConfig
-Figures = Callable[[int, Mapping[str, float]], dict[str, float]]
-"""(step, its metrics) -> further metrics of the step."""
 
 
 def run(

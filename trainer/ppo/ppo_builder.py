@@ -40,7 +40,7 @@ from trainer.data.ptx_stream import ptx_stream
 from trainer.ppo.loop import Loop, has_old_log_probs, old_log_probs_come_from_update
 from trainer.ppo.update import UpdateSpec
 from trainer.resilience.alarms import END_TOKENS, ppo_alarms
-from trainer.resilience.restart import RunLifecycle
+from trainer.resilience.restart import Figures, RunLifecycle
 from trainer.resilience.rollback import Rollbacks
 from trainer.rewards.models.reward_builder import check_reward_models, start_reward_models
 from trainer.rewards.models.reward_models import RewardModels
@@ -76,9 +76,7 @@ ACTOR_LOSS, ACTOR_AND_PTX_LOSS = (
 )
 
 
-def run(
-    config: PPOConfig, notices: Sequence[str], loggers: Sequence[Logger] = (), figures: harness.Figures | None = None
-) -> None:
+def run(config: PPOConfig, notices: Sequence[str], loggers: Sequence[Logger] = (), figures: Figures | None = None) -> None:
     """Train, and write the final report.
 
     notices: warnings about the configuration. loggers: in addition to trainer.logger. figures: see harness.run.

@@ -38,6 +38,8 @@ MAX_RESTARTS_WITHOUT_PROGRESS = 2
 """Maximum number of consecutive restarts that complete no new step; of replacements too."""
 MAX_REPEATED_STEPS = 2
 """Maximum number of steps that an uncounted restart after out-of-memory may repeat if trainer.save_freq does not allow more."""
+Figures = Callable[[int, Mapping[str, float]], dict[str, float]]
+"""(step, its metrics) -> further metrics of the step."""
 USER_ERRORS = ("ValueError", "ConfigError", "FileNotFoundError")
 """Exceptions of a worker that the user has to fix: another attempt would raise them again."""
 
@@ -54,7 +56,7 @@ class RunLifecycle:
         trainer: RunConfig,
         run_dir: Path,
         loggers: Sequence[Logger] = (),
-        figures: Callable[[int, Mapping[str, float]], dict[str, float]] | None = None,
+        figures: Figures | None = None,
     ) -> None:
         self.trainer = trainer
         self.run_dir = run_dir

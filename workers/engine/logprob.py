@@ -4,8 +4,8 @@ At V = 152k the logits take more memory than anything else. They are computed on
 the backward: three matrix products instead of two, and the memory of one chunk instead of all positions (measured: 605 MB instead
 of 2978 at V 152k, T 1k, in the same time).
 
-What follows a chunk's product is elementwise or a sum over the vocabulary. One kernel per operation reads and writes about 80
-bytes per logit in a train step; compiled (``fused``), about 16, since logits in float32 are never written.
+What follows a chunk's product is elementwise or a sum over the vocabulary. By count of its operands, one kernel per operation
+reads and writes about 80 bytes per logit in a train step; compiled (``fused``), about 16: float32 logits are never written.
 """
 
 from __future__ import annotations
@@ -182,12 +182,13 @@ def _accurate(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-Found = tuple[Tensor, Tensor, Tensor | None]
-"""Normaliser, log-prob of the target, and entropy of each position: (C,) each."""
+def _forward_chunk(
+    product: Tensor, targets: Tensor, temperature: float, want_entropy: bool, shard: VocabShard | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Log-normaliser, log-prob of the target and entropy of each position, (C,) each.
 
-
-def _forward_chunk(product: Tensor, targets: Tensor, temperature: float, want_entropy: bool, shard: VocabShard | None) -> Found:
-    """product: hidden @ weight.T + bias, (C, V); the caller gives it up, and it is freed or overwritten. targets: int64 (C,)."""
+    product: hidden @ weight.T + bias, (C, V); the caller gives it up, and it is freed or overwritten. targets: int64 (C,).
+    """
     logits = _scaled(product, temperature)
     del product
     normaliser = _logsumexp(logits, shard)
@@ -208,9 +209,9 @@ def _backward_chunk(
     d_entropy: Tensor | None,
     temperature: float,
     shard: VocabShard | None,
-    of_bias: bool,
+    want_bias: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """Gradient of the product (C, V), in its dtype, and with ``of_bias`` of the bias (V,).
+    """Gradient of the product (C, V), in its dtype, and with ``want_bias`` of the bias (V,).
 
     Computed in place of the logits: one buffer without entropy, two with it. With p the distribution and H its entropy:
     d_logits = -p (d_log_probs + d_entropy (log p + H)) + d_log_probs at the target.
@@ -235,7 +236,7 @@ def _backward_chunk(
         d_logits = p.neg_().scatter_add_(1, targets[:, None], d_log_probs[:, None])
     if temperature != 1.0:
         d_logits = d_logits.div_(temperature)
-    return d_logits.to(dtype), d_logits.sum(0) if of_bias else None
+    return d_logits.to(dtype), d_logits.sum(0) if want_bias else None
 
 
 @cache
@@ -279,10 +280,11 @@ class _HeadLogProbs(torch.autograd.Function):
         for start in range(0, len(hidden), chunk):
             part = slice(start, start + chunk)
             # The product has no name here: it is freed as soon as the logits are there.
-            found = run(linear(hidden[part], weight, bias), targets[part], temperature, want_entropy, shard)
-            normaliser[part], log_probs[part] = found[:2]
-            if found[2] is not None:
-                entropy[part] = found[2]
+            normaliser[part], log_probs[part], in_nats = run(
+                linear(hidden[part], weight, bias), targets[part], temperature, want_entropy, shard
+            )
+            if in_nats is not None:
+                entropy[part] = in_nats
         # One number per position instead of (N, V) logits: with the normaliser a chunk's distribution can be recomputed.
         ctx.save_for_backward(hidden, weight, bias, targets, normaliser, entropy)
         ctx.temperature, ctx.want_entropy, ctx.shard, ctx.fused = temperature, want_entropy, shard, fused
@@ -300,10 +302,10 @@ class _HeadLogProbs(torch.autograd.Function):
         # Accumulate over chunks in float32 whatever the head's dtype.
         d_weight = torch.zeros_like(weight, dtype=accurate) if ctx.needs_input_grad[1] else None
         d_bias = torch.zeros_like(bias, dtype=accurate) if ctx.needs_input_grad[2] else None
-        run = _compiled(_backward_chunk) if ctx.fused else _backward_chunk
+        run: Callable[..., tuple[Tensor, Any]] = _compiled(_backward_chunk) if ctx.fused else _backward_chunk
         for start in range(0, len(hidden), ctx.chunk):
             part = slice(start, start + ctx.chunk)
-            d_logits, of_bias = run(
+            d_logits, d_bias_here = run(
                 linear(hidden[part], weight, bias),
                 targets[part],
                 normaliser[part],
@@ -314,8 +316,8 @@ class _HeadLogProbs(torch.autograd.Function):
                 ctx.shard,
                 d_bias is not None,
             )
-            if d_bias is not None and of_bias is not None:
-                d_bias += of_bias
+            if d_bias is not None:
+                d_bias += d_bias_here
             # With a shard a partial sum: the caller adds it up over the group, once for all chunks.
             d_hidden[part] = d_logits @ weight
             if d_weight is not None:
