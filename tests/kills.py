@@ -110,7 +110,8 @@ def run_and_kill(
             killed.append(KilledRun(**found | {"processes": [tuple(process) for process in found["processes"]]}))
             end(killed[-1], at_once=kill.first in ("driver", "workers"))
         begun.append(float((notes / "begun").read_text()) if (notes / "begun").exists() else None)
-    assert [left for one in killed for left in leftovers(run_dir, one)] == []
+    left = [path for one in killed for path in leftovers(run_dir, one)]
+    assert left == [], left  # pytest explains assertions of test modules only
     steps = [next(time for time in begun[number + 1 :] if time is not None) for number in range(len(kills))]
     return [Outcome(kill, one, step - one.time) for kill, one, step in zip(kills, killed, steps, strict=True)]
 

@@ -45,7 +45,7 @@ def ppo_arguments(task: Path, run_dir: Path, *overrides: str) -> list[str]:
         f"actor_rollout_ref.model.path={task}/base", f"critic.model.path={task}/base",
         f"reward.custom_reward_function.path={task}/reward.py",
         "data.train_batch_size=8", "actor_rollout_ref.actor.ppo_mini_batch_size=8", "actor_rollout_ref.rollout.n=4",
-        "trainer.total_training_steps=2", "trainer.test_freq=-1", "trainer.val_before_train=false",
+        "trainer.total_training_steps=2", "trainer.test_freq=-1", "trainer.save_freq=-1", "trainer.val_before_train=false",
         f"trainer.default_local_dir={run_dir}", *overrides,
     ]  # fmt: skip
 

@@ -4,6 +4,7 @@ Only types and constraints. Defaults, and the comments that explain them, are in
 """
 
 import re
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -29,11 +30,27 @@ KLKind = Literal[
 Strategy = Literal["fsdp", "megatron"]
 # Interval in steps; zero or negative values disable it.
 Frequency = int | Literal["after_each_epoch"]
+SaveFrequency = Frequency | Literal["end"]
 
 
-def is_ever(frequency: Frequency) -> bool:
+def is_ever(frequency: SaveFrequency) -> bool:
     """Whether validation or checkpoints are enabled at all."""
     return isinstance(frequency, str) or frequency > 0
+
+
+def is_repeated(frequency: SaveFrequency) -> bool:
+    """Whether there are checkpoints before the last step."""
+    return frequency != "end" and is_ever(frequency)
+
+
+def steps_between(frequency: SaveFrequency, steps_per_epoch: int | None = None) -> int:
+    """A frequency in steps: -1 for never, more steps than any run has for ``end``."""
+    if frequency == "end":
+        return sys.maxsize
+    if frequency == "after_each_epoch":
+        assert steps_per_epoch is not None
+        return steps_per_epoch
+    return frequency
 
 
 class Checked(ABC):
@@ -237,7 +254,7 @@ class RunConfig(WorkersConfig):
     logger: list[str]
     total_epochs: Positive
     total_training_steps: Positive | None
-    save_freq: Frequency
+    save_freq: SaveFrequency
     checkpoint: CheckpointConfig
     best_metric: str | None
     objective: str | None  # a metric's name, with a leading minus to minimize it

@@ -552,7 +552,7 @@ class ReplayConfig(Checked):
 @dataclass(slots=True, kw_only=True, frozen=True)
 class TrainerConfig(RunConfig):
     # PPO counts in steps only; the supervised programs also accept after_each_epoch.
-    save_freq: int
+    save_freq: int | Literal["end"]
     test_freq: int
     log_val_generations: NonNegative
     rollout_data_dir: str | None

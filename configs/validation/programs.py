@@ -10,7 +10,7 @@ from typing import Any, get_args, get_type_hints
 
 from configs.base.keys import ConfigError, did_you_mean
 from configs.reward_models import served_model
-from configs.schema.common import Checked, ModelConfig, ShardedConfig, is_ever
+from configs.schema.common import Checked, ModelConfig, ShardedConfig, is_ever, is_repeated
 from configs.schema.evaluation import EvaluationConfig
 from configs.schema.generation import GenerationConfig
 from configs.schema.parity import ParityConfig
@@ -472,8 +472,8 @@ def _async_problems(config: PPOConfig, place: Placement) -> Iterator[str]:
 
 def run_notes(trainer: TrainerConfig | SupervisedTrainerConfig) -> Iterator[str]:
     """Warnings about the `trainer` block of a training program."""
-    if trainer.best_metric is not None and not is_ever(trainer.save_freq):
-        yield f"trainer.best_metric has no effect: trainer.save_freq={trainer.save_freq} disables checkpoints"
+    if trainer.best_metric is not None and not is_repeated(trainer.save_freq):
+        yield f"trainer.best_metric has no effect: trainer.save_freq={trainer.save_freq} saves no checkpoint before the last step"
     if trainer.objective is not None and trainer.objective.removeprefix("-").startswith("val") and not is_ever(trainer.test_freq):
         yield f"trainer.objective={trainer.objective} is not measured: trainer.test_freq={trainer.test_freq} disables validation"
     if trainer.resume_from_path is not None and trainer.resume_mode != "resume_path":

@@ -5,6 +5,7 @@ configs/validation/programs.py.
 from collections.abc import Collection, Iterator
 from dataclasses import asdict
 
+from configs.schema.common import is_repeated
 from configs.schema.ppo import PPOConfig
 from configs.validation.batches import Cut
 from configs.validation.rollout import ROLLOUT
@@ -85,7 +86,7 @@ def stability_notes(config: PPOConfig, typed: Collection[str], *, has_critic: bo
 def alarm_problems(config: PPOConfig) -> Iterator[str]:
     """Problems of the `alarms` block of PPO: rollbacks that have no checkpoint to restore."""
     for name, alarm in asdict(config.alarms).items():
-        if name != "max_rollbacks" and alarm["action"] == "rollback" and config.trainer.save_freq <= 0:
+        if name != "max_rollbacks" and alarm["action"] == "rollback" and not is_repeated(config.trainer.save_freq):
             yield f"alarms.{name}.action=rollback: no checkpoint to restore; set trainer.save_freq, or use action=stop"
     if config.alarms.end_token.action == "rollback":
         yield (

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 import psutil
 import torch
 
 from configs.reward_models import model_key, reward_models
-from configs.schema.common import ModelConfig
+from configs.schema.common import ModelConfig, is_ever, is_repeated
 from configs.schema.placement import Placement
 from configs.schema.ppo import PPOConfig, asks_rules
 from configs.schema.scoring_model import ScoringModelConfig
@@ -176,7 +177,7 @@ def place_lines(config: PPOConfig, place: Placement) -> Iterator[str]:
 def staged_bytes(config: PPOConfig, place: Placement, models: dict[str, MeasuredModel]) -> float:
     """Bytes of host memory per node while a checkpoint is written in the background; 0 without it or for unknown models."""
     shapes = {key: model.shape for key, model in models.items() if model.shape is not None}
-    if not (config.trainer.save_freq > 0 and config.trainer.checkpoint.async_save and shapes.keys() == models.keys()):
+    if not (is_ever(config.trainer.save_freq) and config.trainer.checkpoint.async_save and shapes.keys() == models.keys()):
         return 0.0
     # Background saves of all roles overlap, so their copies add up.
     return sum(role.checkpoint() for role in memory_roles(config, place, shapes).values()) / config.trainer.nnodes
@@ -206,16 +207,18 @@ def written_lines(config: PPOConfig, run_dir: Path, resume: Checkpoint | None, s
         yield f"  each step's answers: {trainer.rollout_data_dir}"
     when = (["before the first step"] if trainer.val_before_train else []) + every(trainer.test_freq)
     yield f"  validation: {', '.join(when) or 'never (trainer.test_freq)'}"
-    kept = trainer.max_actor_ckpt_to_keep
-    saved = f"{', '.join(every(trainer.save_freq))}; {'all' if kept is None else f'the newest {kept}'} kept"
-    yield f"  checkpoints: {saved if trainer.save_freq > 0 else 'never (trainer.save_freq)'}"
+    most = trainer.max_actor_ckpt_to_keep
+    kept = f"; {'all' if most is None else f'the newest {most}'} kept" if is_repeated(trainer.save_freq) else ""
+    yield f"  checkpoints: {', '.join(every(trainer.save_freq)) or 'never (trainer.save_freq)'}{kept}"
     if staged:
         yield f"  while one is written, its copy is in the host's memory: {staged / GB:.3g} GB on each node"
-    if trainer.checkpoint.remote_dir is not None and trainer.save_freq > 0:
+    if trainer.checkpoint.remote_dir is not None and is_ever(trainer.save_freq):
         yield f"  copies of them: {trainer.checkpoint.remote_dir}"
 
 
-def every(frequency: int) -> list[str]:
+def every(frequency: int | Literal["end"]) -> list[str]:
+    if frequency == "end":
+        return ["after the last step"]
     return [f"every {frequency} steps" if frequency > 1 else "each step", "after the last"] if frequency > 0 else []
 
 

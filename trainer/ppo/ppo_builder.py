@@ -13,7 +13,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from configs.schema.common import ModelConfig, ShardedConfig
+from configs.schema.common import ModelConfig, ShardedConfig, steps_between
 from configs.schema.placement import Placement
 from configs.schema.ppo import ActorConfig, CriticConfig, PPOConfig, wants_truth
 from configs.validation.batches import cuts, roles_of, wants_ref
@@ -284,7 +284,7 @@ class Assembly:
             keep={"actor": options.max_actor_ckpt_to_keep, "critic": options.max_critic_ckpt_to_keep},
             resume=resume,
             total_steps=self.total_steps,
-            save_every=options.save_freq,
+            save_every=steps_between(options.save_freq),
             # The names are keys in the manifests of checkpoints.
             stateful={
                 "kl": kl,
@@ -455,7 +455,7 @@ class Assembly:
         buffer = GroupBuffer(config.actor_rollout_ref.rollout.n + self.wants_baselines, prompts.prompt, agents)
         schedule = SyncSchedule(
             every=flight.trigger_parameter_sync_step,
-            save_every=config.trainer.save_freq,
+            save_every=steps_between(config.trainer.save_freq),
             test_every=config.trainer.test_freq,
             pause=flight.pause,
             keeps_cache=flight.kv_cache == "keep",

@@ -19,7 +19,7 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Literal
 
-from configs.schema.common import RunConfig, is_ever
+from configs.schema.common import RunConfig, is_repeated
 from configs.sweeps.sweep_points import Status
 from trainer.checkpoint.manifest import Damaged
 from trainer.checkpoint.resume import Checkpoint, resolve_resume
@@ -126,7 +126,7 @@ class RunLifecycle:
             found = self._newest_checkpoint()
             lost = step - (found.step if found is not None else 0)
             if lost <= MAX_REPEATED_STEPS or (
-                is_ever(self.trainer.save_freq) and (found is not None or self._fits_before_first_save(lost))
+                is_repeated(self.trainer.save_freq) and (found is not None or self._fits_before_first_save(lost))
             ):
                 self._schedule_restart(events, step, f"in smaller micro-batches: {cause}", found)
                 return

@@ -10,6 +10,7 @@ killed between any two writes, and the step it resumes from is usually older tha
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import shutil
@@ -219,6 +220,8 @@ def start_run(run_dir: Path, resume_step: int | None, rollout_dir: Path | None, 
             WANDB_ID, MLFLOW_ID, SWANLAB_ID, LATEST, BEST, REMOTE,
         )  # fmt: skip
         outputs = [run_dir / name for name in written if not (restarted and name == EVENTS)]
+        for path in _rollouts_after(run_dir / ROLLOUTS, math.inf):  # incomplete ones
+            path.unlink()
         _set_aside(run_dir, outputs + [checkpoint_dir(run_dir, step) for step in checkpoint_steps(run_dir)])
         return
     # Later checkpoints exist if the user chose an earlier one, if they are damaged, or if a kill came before LATEST was moved.
@@ -292,7 +295,7 @@ def _cut_lines(path: Path, step: int) -> None:
         write_atomic(path, "".join(json_line(entry) for entry in read_lines(path) if entry[GLOBAL_STEP] <= step))
 
 
-def _rollouts_after(directory: Path, step: int) -> list[Path]:
+def _rollouts_after(directory: Path, step: float) -> list[Path]:
     """Dumps after ``step``, and incomplete ones of any step."""
     dump = re.compile(r"step_(\d+)\.(?:parquet|safetensors)(\.partial)?")
     found = [(path, match) for path in directory.glob("step_*") if (match := dump.fullmatch(path.name))]

@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 
+from configs.schema.common import steps_between
 from configs.schema.supervised import RewardModelConfig, SFTConfig
 from configs.validation.batches import supervised_cut
 from configs.validation.rollout import world_size
@@ -20,7 +21,7 @@ from trainer.data.chat import load_tokenizer
 from trainer.resilience.alarms import sft_alarms
 from trainer.resilience.restart import RunLifecycle
 from trainer.run.timing import Phases
-from trainer.supervised.supervised_loop import SupervisedLoop, steps_between
+from trainer.supervised.supervised_loop import SupervisedLoop
 from trainer.supervised.tasks import RewardModelTask, SFTTask, Task
 from workers.controller.logs import announce, tell
 from workers.roles.train_engines import check_engine
@@ -94,7 +95,7 @@ def attempt(config: Config, lifecycle: RunLifecycle) -> None:
             keep={"model": trainer.max_ckpt_to_keep},
             resume=resume,
             total_steps=total_steps,
-            save_every=steps_between(trainer.save_freq, order),
+            save_every=steps_between(trainer.save_freq, order.steps_per_epoch),
             extra_files=lambda step: task.extra_files(model, step),
         )
         loop = SupervisedLoop(config, run_trainer, task, order, model)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from configs.schema.common import Frequency
+from configs.schema.common import steps_between
 from configs.schema.supervised import SupervisedConfig
 from configs.validation.rollout import world_size
 from trainer.cluster.remote import RemoteModel
@@ -52,14 +52,9 @@ class SupervisedLoop:
     def measure(self, step: int, batch: Batch) -> None:
         """Validate if due; record times in seconds and throughput in tokens per second and worker."""
         trainer = self.trainer
-        if trainer.is_due(step, steps_between(self.config.trainer.test_freq, self.order)):
+        if trainer.is_due(step, steps_between(self.config.trainer.test_freq, self.order.steps_per_epoch)):
             with trainer.phases("testing"):
                 trainer.metrics |= self.task.validate(self.model, step)
         seconds = trainer.phases.seconds
         trainer.metrics |= {f"timing_s/{phase}": spent for phase, spent in seconds.items()}
         trainer.metrics["perf/throughput"] = batch.total_tokens / (seconds["step"] * world_size(self.config.trainer))
-
-
-def steps_between(frequency: Frequency, order: DataOrder) -> int:
-    """A frequency in steps, -1 for never; after_each_epoch is the number of steps in an epoch."""
-    return order.steps_per_epoch if isinstance(frequency, str) else frequency

@@ -10,7 +10,6 @@ from configs.compat.openrlhf.table import Arguments, Flag, Settings
 
 ACTOR, REF, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.ref", "actor_rollout_ref.rollout"
 NO_BOUND = 1_000_000  # threshold that truncates no importance weight
-AT_THE_END = 1_000_000_000  # save_freq in steps beyond any run: only the last step is saved
 NODE = 8  # GPUs per node, unless a flag requests more
 FILES = (".parquet", ".jsonl", ".json")
 ON_DISK = ("/", "./", "../", "~")
@@ -368,7 +367,7 @@ def checkpoints(arguments: Arguments) -> Iterator[Entry]:
     """Checkpoints of PPO. A model is exported from a checkpoint afterwards, not saved by the run itself."""
     directory, model, steps = arguments.text("ckpt_path"), arguments.text("save_path"), arguments.count("save_steps")
     export = f"export the model afterwards: python -m trainer.main_export checkpoint={directory} output={model}"
-    settings = {"trainer.save_freq": steps if steps > 0 else AT_THE_END}
+    settings = {"trainer.save_freq": steps if steps > 0 else "end"}
     yield mapped(("save_steps", "save_path"), settings, export if steps > 0 else f"only the last step is saved; {export}")
 
 

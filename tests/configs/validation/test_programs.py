@@ -484,7 +484,7 @@ def test_keys_without_effect_give_notes() -> None:
     (note,) = ppo_lines("trainer.resume_from_path=x")
     assert note == "trainer.resume_from_path has no effect with trainer.resume_mode=auto; set resume_mode=resume_path"
     (note,) = ppo_lines("trainer.best_metric=val/accuracy")
-    assert note == "trainer.best_metric has no effect: trainer.save_freq=-1 disables checkpoints"
+    assert note == "trainer.best_metric has no effect: trainer.save_freq=end saves no checkpoint before the last step"
 
 
 def test_walltime_is_checked_in_both_programs() -> None:

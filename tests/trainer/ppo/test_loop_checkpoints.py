@@ -36,6 +36,13 @@ def shards(run_dir: Path, step: int) -> dict[str, tuple[int, str]]:
     return {name: (entry.size, entry.sha256) for name, entry in files.items()}
 
 
+@pytest.mark.parametrize("freq, saved", [("end", [3]), ("2", [2, 3]), ("-1", [])])
+def test_frequency_of_checkpoints(freq: str, saved: list[int], task: Path, tmp_path: Path) -> None:
+    """``end`` is the default (tests/runs.py turns checkpoints off)."""
+    run_ppo(task, tmp_path, f"trainer.save_freq={freq}", "trainer.total_training_steps=3")
+    assert checkpoint_steps(tmp_path) == saved
+
+
 def test_background_saves_give_the_same_run_and_the_same_files(
     task: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

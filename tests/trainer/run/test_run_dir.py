@@ -144,9 +144,10 @@ def test_abandoned_steps_are_moved_into_one_directory(tmp_path: Path) -> None:
 
 def test_new_run_moves_the_old_one_and_deletes_nothing(tmp_path: Path) -> None:
     lay_out(tmp_path, steps=3, checkpoints=[2])
+    (tmp_path / "rollouts" / "step_4.parquet.partial").write_bytes(b"ro")
     start_run(tmp_path, None, None)
     assert names(tmp_path) == {"earlier_1", "logs"}
-    assert len(read_metrics(tmp_path / "earlier_1")) == 3
+    assert len(read_metrics(tmp_path / "earlier_1")) == 3 and names(tmp_path / "earlier_1" / "rollouts") == dumps_of(1, 2, 3)
     (tmp_path / "metrics.jsonl").write_text("")
     start_run(tmp_path, None, None)
     assert names(tmp_path) == {"earlier_1", "earlier_2", "logs"}

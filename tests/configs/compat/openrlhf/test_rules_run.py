@@ -81,7 +81,7 @@ def test_backend_flags_select_the_rollout_engine() -> None:
 def test_checkpoint_flags_set_directory_frequency_and_resume_mode() -> None:
     never = settings(PPO)
     assert never["trainer.default_local_dir"] == "./ckpt/checkpoints_ppo_ray" and never["trainer.resume_mode"] == "disable"
-    assert int(never["trainer.save_freq"]) > 10**8  # the last step alone
+    assert "trainer.save_freq" not in never  # the last step alone, the default
     line = PPO + "--save_steps 20 --save_path out --ckpt_path run --load_checkpoint"
     found = settings(line)
     assert (found["trainer.save_freq"], found["trainer.resume_mode"]) == ("20", "auto")
