@@ -7,6 +7,7 @@ tick, so that a response costs nothing while it is generated, unless its client 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, count
@@ -16,14 +17,14 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from trainer.rollout.remote_rollout import RemoteRollout, RolloutFlow
+from trainer.rollout.remote_rollout import STEPS, RemoteRollout, RolloutFlow
 from trainer.serving.request_queue import ServerStopping
 from workers.batch import Batch
 from workers.rollout.base import Sampling
 
 _POLL_SECONDS = 0.2  # seconds between checks that the HTTP thread is alive
-_STEPS = 4
-"""Engine steps of a tick: the time until a request enters and until a client gets new tokens, against the cost of a call."""
+_TICK_SECONDS = 0.1
+"""Of a tick, about: the time until a request enters and until a client gets new tokens, against the cost of a call."""
 
 
 class TooManyRequests(Exception):
@@ -53,6 +54,11 @@ class Generation:
     reads_along: bool
     id: int = -1
     sent: int = 0
+
+
+def tick_steps(seconds: float, steps: int) -> int:
+    """Engine steps of the next tick. seconds, steps: of the last one."""
+    return max(1, min(STEPS, round(steps * _TICK_SECONDS / seconds)))
 
 
 class ModelEngine:
@@ -124,12 +130,19 @@ class ModelEngine:
         """Generate until ``is_running`` is false; responses that are unfinished then are refused."""
         flow = self.rollout.flow(self.sampling, self._requests, expected=0, replaces=False)
         try:
+            steps = 1
             while is_running():
-                self._take(flow, wait=not self._open)
+                before = len(self._open)
+                self._take(flow, wait=not before)
+                # Most requests are new: those that come with them do not wait longer than for the first step.
+                if len(self._open) > 2 * before:
+                    steps = 1
                 streams = any(generation.reads_along for generation in self._open.values())
-                if flow.start(_STEPS, streams=streams):
+                begun = time.perf_counter()
+                if flow.start(steps, streams=streams):
                     ended = flow.wait()
                     self._send(flow, ended, flow.new)
+                    steps = tick_steps(time.perf_counter() - begun, steps)
         finally:
             # Set before the inbox is emptied: later requests are refused by ``submit``.
             self._closed = True
