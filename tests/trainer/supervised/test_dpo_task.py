@@ -136,7 +136,11 @@ def test_losses_and_gradient_are_those_of_a_float64_computation(task: Path, tmp_
     assert sft or steps[0]["train/loss"] == pytest.approx(first), "the policy begins as the reference"
 
 
-@pytest.mark.parametrize("overrides", [(), ("model.lora_rank=4", "data.shuffle=false")], ids=["full", "lora"])
+TWO = ("trainer.backend=ray", "trainer.n_gpus_per_node=2")
+RESUMED = [(), ("model.lora_rank=4", "data.shuffle=false"), pytest.param(TWO, marks=pytest.mark.soak)]
+
+
+@pytest.mark.parametrize("overrides", RESUMED, ids=["full", "lora", "two workers"])
 def test_resumed_run_is_bitwise_equal(task: Path, tmp_path: Path, overrides: tuple[str, ...]) -> None:
     whole = run(task, tmp_path / "whole", *overrides)
     for steps in (2, 5):  # within the first epoch, and in the second one
@@ -148,17 +152,11 @@ ENGINES = {
     "pair by pair": ("data.micro_batch_size_per_gpu=1", "data.use_dynamic_bsz=false"),
     "few tokens": ("data.max_token_len_per_gpu=40",),
     "megatron": ("engine.strategy=megatron",),
-    "two workers": ("trainer.backend=ray", "trainer.n_gpus_per_node=2", "data.max_token_len_per_gpu=64"),
-    "ulysses": ("trainer.backend=ray", "trainer.n_gpus_per_node=2", "engine.fsdp_config.ulysses_sequence_parallel_size=2"),
-    "megatron, two": (
-        "trainer.backend=ray", "trainer.n_gpus_per_node=2", "engine.strategy=megatron",
-        "engine.megatron.tensor_model_parallel_size=2",
-    ),
-    "megatron, pipeline": (
-        "trainer.backend=ray", "trainer.n_gpus_per_node=2", "engine.strategy=megatron",
-        "engine.megatron.pipeline_model_parallel_size=2",
-    ),
-}  # fmt: skip
+    "two workers": (*TWO, "data.max_token_len_per_gpu=64"),
+    "ulysses": (*TWO, "engine.fsdp_config.ulysses_sequence_parallel_size=2"),
+    "megatron, two": (*TWO, "engine.strategy=megatron", "engine.megatron.tensor_model_parallel_size=2"),
+    "megatron, pipeline": (*TWO, "engine.strategy=megatron", "engine.megatron.pipeline_model_parallel_size=2"),
+}
 HERE = ("pair by pair", "few tokens", "megatron")
 
 
@@ -169,6 +167,15 @@ def test_cut_and_engine_do_not_change_the_run(task: Path, whole: list[dict[str, 
         for part in ("train", "val"):
             assert measured(mine, part) == pytest.approx(measured(others, part), rel=1e-3, abs=1e-5)
         assert mine["train/grad_norm"] == pytest.approx(others["train/grad_norm"], rel=1e-3)
+
+
+def test_reference_has_the_adapter_that_training_starts_from(task: Path, tmp_path: Path) -> None:
+    """The reference is the initial model, whose adapter here is no longer zero."""
+    run(task, tmp_path / "first", "model.lora_rank=4", "optim.lr=1e-2", "trainer.total_training_steps=2")
+    adapter = tmp_path / "adapter"
+    assert main_export.PROGRAM([f"checkpoint={tmp_path}/first", f"output={adapter}"]) == 0
+    (step,) = run(task, tmp_path / "second", f"model.lora_adapter_path={adapter}", "trainer.total_training_steps=1")
+    assert step["train/loss"] == pytest.approx(math.log(2)) and step["train/reward_chosen"] == pytest.approx(0.0, abs=1e-6)
 
 
 class Recorder:
