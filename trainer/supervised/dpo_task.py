@@ -3,7 +3,7 @@
 Problem: the loss compares the policy with a reference, its own initial weights, which training overwrites. Idea: the loss reads
 of the reference one number for each response, its log-prob. The same engine computes all of these before the first step, while it
 still has the initial weights, so no second model is held. A resumed run computes them again before it loads the checkpoint: only
-those of the steps that remain, and in the same calls as the uninterrupted run, so that they are equal to the bit. Cost: one
+those of the steps that remain, and in the same calls as the uninterrupted run, so that they are bitwise equal. Cost: one
 forward of each pair, about a third of its training. In a checkpoint they would be tied to the data files of that run.
 """
 
