@@ -60,8 +60,6 @@ class DPOTask:
         # What a forward computes with a pair affects its rounding. The pairs of a call depend on the earlier steps alone, not on
         # where this run starts or ends.
         for step in range(steps.stop):
-            if len(known) == len(self):
-                break
             new = [pair for pair in order.batch(step) if pair not in known]
             known.update(new)
             if not wanted.isdisjoint(new):

@@ -112,8 +112,10 @@ def test_whole_texts(tmp_path: Path) -> None:
     data = dataset(tmp_path, {"chosen": "q: a", "rejected": "q: b"}, prompt_key=None)
     assert texts(data, 0) == ["q: a<eos>", "q: b<eos>"]
     assert responses(data, 0) == ["a<eos>", "b<eos>"], "the prompt is what both have in common"
+    bare = dataset(tmp_path, {"prompt": "", "chosen": "ab", "rejected": "c"})
+    assert responses(bare, 0) == ["b<eos>", "<eos>"], "nothing predicts the first token"
     equal = dataset(tmp_path, {"chosen": "q", "rejected": "q"}, {"chosen": "x", "rejected": "y"}, prompt_key=None)
-    assert responses(equal, 0, 1) == ["<eos>", "<eos>", "<eos>", "<eos>"], "nothing predicts the first token"
+    assert responses(equal, 0, 1) == ["<eos>", "<eos>", "<eos>", "<eos>"]
 
 
 def test_invalid_pairs_raise(tmp_path: Path) -> None:

@@ -141,10 +141,15 @@ RESUMED = [(), ("model.lora_rank=4", "data.shuffle=false"), pytest.param(TWO, ma
 
 
 @pytest.mark.parametrize("overrides", RESUMED, ids=["full", "lora", "two workers"])
-def test_resumed_run_is_bitwise_equal(task: Path, tmp_path: Path, overrides: tuple[str, ...]) -> None:
+def test_resumed_run_is_bitwise_equal(
+    task: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], overrides: tuple[str, ...]
+) -> None:
     whole = run(task, tmp_path / "whole", *overrides)
-    for steps in (2, 5):  # within the first epoch, and in the second one
+    for steps in (1, 4, 5):  # within the first epoch, after it, and in the second one
+        capsys.readouterr()
         run(task, tmp_path / "broken", *overrides, f"trainer.total_training_steps={steps}")
+        if steps == 4:
+            assert f"log-probs of {3 * BATCH} pairs\n" in capsys.readouterr().err, "of the steps that remain"
     assert repeatable(run(task, tmp_path / "broken", *overrides)) == repeatable(whole)
 
 
