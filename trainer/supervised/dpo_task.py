@@ -47,7 +47,7 @@ class DPOTask:
         self.notices = [*self._data.notices, *(self._held_out.notices if self._held_out is not None else ())]
         # Sums of the reference's log-probs, float64 (P, 2): chosen, rejected. NaN where no remaining step needs them.
         self._reference = torch.full((len(self._data), 2), torch.nan, dtype=torch.float64)
-        self._held_out_reference: Tensor | None = None
+        self._held_out_reference = torch.full((len(self._held_out or ()), 2), torch.nan, dtype=torch.float64)
 
     def __len__(self) -> int:
         return len(self._data)
@@ -55,7 +55,7 @@ class DPOTask:
     def prepare(self, model: RemoteModel, order: DataOrder, steps: range) -> None:
         """Compute the reference's log-probs of the pairs of these steps and of the held-out pairs."""
         wanted = {pair for step in steps for pair in order.batch(step)}
-        calls: list[list[int]] = []
+        calls: list[tuple[PreferenceDataset, Tensor, list[int]]] = []
         known: set[int] = set()
         # What a forward computes with a pair affects its rounding. The pairs of a call depend on the earlier steps alone, not on
         # where this run starts or ends.
@@ -63,19 +63,20 @@ class DPOTask:
             new = [pair for pair in order.batch(step) if pair not in known]
             known.update(new)
             if not wanted.isdisjoint(new):
-                calls.append(new)
+                calls.append((self._data, self._reference, new))
+        if self._held_out is not None and wanted:
+            parts = chunks_of_pairs(len(self._held_out))
+            calls += [(self._held_out, self._held_out_reference, list(pairs)) for pairs in parts]
         began = shown = time.monotonic()
-        n, done = sum(map(len, calls)), 0
+        n, done = sum(len(pairs) for *_, pairs in calls), 0
         if n:
             tell(f"computing the reference's log-probs of {n} pairs")
-        for pairs in calls:
-            self._reference[pairs] = self._sums(model, self._data, pairs)[0]
+        for data, reference, pairs in calls:
+            reference[pairs], _ = self._sums(model, data, pairs)
             done, now = done + len(pairs), time.monotonic()
             if now - shown >= REPORT_SECONDS and done < n:
                 shown = now
                 tell(f"{done} of {n} pairs, about {(now - began) * (n - done) / done:.0f} s left")
-        if self._held_out is not None:
-            self._held_out_reference, _ = self._held_out_sums(model, self._held_out)
 
     def batch(self, indices: Sequence[int]) -> Batch:
         """Global mini-batch of P pairs with the row column reference. loss_weight: a mean over the pairs."""
@@ -84,8 +85,9 @@ class DPOTask:
 
     def validate(self, model: RemoteModel, step: int) -> dict[str, float]:
         """Loss, accuracy and implicit rewards of the held-out pairs: means over the pairs."""
-        assert self._held_out is not None and self._held_out_reference is not None
-        log_probs, counts = self._held_out_sums(model, self._held_out)
+        assert self._held_out is not None
+        parts = [self._sums(model, self._held_out, pairs) for pairs in chunks_of_pairs(len(self._held_out))]
+        log_probs, counts = (torch.cat(column) for column in zip(*parts, strict=True))
         losses, found = dpo_terms(log_probs, self._held_out_reference, counts, self.config.loss)
         return {f"val/{name}": float(values.mean()) for name, values in ({"loss": losses} | found).items()}
 
@@ -96,11 +98,6 @@ class DPOTask:
     def extra_files(self, model: RemoteModel, step: int) -> dict[str, bytes]:
         """No files: weights, configuration and tokenizer are a complete model."""
         return {}
-
-    def _held_out_sums(self, model: RemoteModel, data: PreferenceDataset) -> tuple[Tensor, Tensor]:
-        parts = [self._sums(model, data, pairs) for pairs in chunks_of_pairs(len(data))]
-        log_probs, counts = (torch.cat(column) for column in zip(*parts, strict=True))
-        return log_probs, counts
 
     def _sums(self, model: RemoteModel, data: PreferenceDataset, pairs: Sequence[int]) -> tuple[Tensor, Tensor]:
         """Log-probs of the responses, summed over tokens, and numbers of these tokens: float64 (P, 2) both."""
