@@ -29,7 +29,6 @@ PROGRAM = Program(
         "model.path",
         "optim.lr",
         "trainer.device",
-        "trainer.n_gpus_per_node",
         "trainer.export_dir",
     ),
     examples=(

@@ -14,7 +14,7 @@ from trainer.data.encoding import Truncation, truncate
 from trainer.data.files import Rows
 from trainer.data.turns import TurnEncoder, Turns
 from workers.batch import Batch
-from workers.prefixes import common
+from workers.prefixes import common_length
 
 
 class PreferenceDataset:
@@ -50,7 +50,7 @@ class PreferenceDataset:
         self._starts = {side: [turns.last_turn() for turns in column] for side, column in sides.items()}
         if prompt_key is None and isinstance(rows.column(chosen_key)[0], str):
             # The prompt is not marked in whole texts: it is what they have in common.
-            same = [common(*pair) for pair in zip(*self._sides.values(), strict=True)]
+            same = [common_length(*pair) for pair in zip(*self._sides.values(), strict=True)]
             for side, column in self._sides.items():
                 self._starts[side] = [max(1, min(n, len(ids) - 1)) for n, ids in zip(same, column, strict=True)]
         margins = rows.column(margin_key) if margin_key is not None else [0.0] * len(rows)
@@ -139,5 +139,5 @@ class PreferenceDataset:
         found = []
         for i in indices:
             pair = [self._sides[side][i] for side in (CHOSEN, REJECTED)]
-            found.append(min(common(*pair), *(self._starts[side][i] for side in (CHOSEN, REJECTED))))
+            found.append(min(common_length(*pair), *(self._starts[side][i] for side in (CHOSEN, REJECTED))))
         return torch.tensor(found, dtype=torch.int64).repeat_interleave(2)

@@ -175,6 +175,29 @@ def test_cut_and_engine_do_not_change_the_run(task: Path, whole: list[dict[str, 
         assert mine["train/grad_norm"] == pytest.approx(others["train/grad_norm"], rel=1e-3)
 
 
+def test_conversations_with_other_earlier_turns_share_what_they_have_in_common(task: Path, tmp_path: Path) -> None:
+    """Megatron computes every row alone, FSDP the common beginning of a pair once."""
+
+    def chat(*turns: str) -> list[dict[str, str]]:
+        return [{"role": ("assistant", "user")[i % 2], "content": text} for i, text in enumerate(turns)]
+
+    rows = [
+        {
+            "prompt": [{"role": "user", "content": f"{i}12="}],
+            "chosen": chat("12", "3=", f"{i}"),
+            "rejected": chat("12", "34=", "5"),
+        }
+        for i in range(8)
+    ]
+    path = write(rows, str(tmp_path), "chats")
+    words = (f"data.train_files={path}", "data.val_files=[]", "trainer.test_freq=-1", "data.train_batch_size=4")
+    words += ("data.max_length=64", "trainer.total_training_steps=3")
+    one, other = (run(task, tmp_path / name, *words, f"engine.strategy={name}") for name in ("fsdp", "megatron"))
+    for mine, others in zip(one, other, strict=True):
+        assert measured(mine, "train") == pytest.approx(measured(others, "train"), rel=1e-3, abs=1e-5)
+    assert one[-1]["train/reward_margin"] != 0.0
+
+
 def test_reference_has_the_adapter_that_training_starts_from(task: Path, tmp_path: Path) -> None:
     """The reference is the initial model, whose adapter here is no longer zero."""
     run(task, tmp_path / "first", "model.lora_rank=4", "optim.lr=1e-2", "trainer.total_training_steps=2")
