@@ -15,11 +15,11 @@ from configs.schema.common import CUT, MegatronConfig, ShardedConfig, WorkersCon
 from configs.schema.generation import GenerationConfig
 from configs.schema.placement import Pool, place
 from configs.schema.ppo import PPOConfig
-from configs.schema.supervised import RewardModelConfig, SFTConfig
+from configs.schema.supervised import SupervisedConfig
 
 Config = TypeVar("Config")
 Run = TypeVar("Run", bound=PPOConfig | GenerationConfig)
-Training = TypeVar("Training", bound=PPOConfig | SFTConfig | RewardModelConfig)
+Training = TypeVar("Training", bound=PPOConfig | SupervisedConfig)
 TENSOR_PARALLEL = "actor_rollout_ref.rollout.tensor_model_parallel_size"
 
 
@@ -29,7 +29,7 @@ def within_bounds(config: Config, typed: Collection[str] = ()) -> tuple[Config, 
     cut: Any = config
     if isinstance(cut, PPOConfig):
         cut = _cuts(_mini_batches(cut, notes), notes)
-    if isinstance(cut, PPOConfig | SFTConfig | RewardModelConfig):
+    if isinstance(cut, PPOConfig | SupervisedConfig):
         cut = _copies(cut, notes)
     if isinstance(cut, PPOConfig | GenerationConfig):
         cut = _lengths(cut, notes)

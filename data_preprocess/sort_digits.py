@@ -2,7 +2,7 @@
 
 python -m data_preprocess.sort_digits --local_save_dir DIR writes train.parquet and test.parquet for RL, sft.parquet (worked
 examples for the warm start), and preferences.parquet and preferences_test.parquet (correct and wrong responses for a reward
-model). No problem occurs twice in these files.
+model or DPO). No problem occurs twice in these files.
 """
 
 import argparse
@@ -25,7 +25,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--train_size", type=int, default=20000, help="problems for RL (default: %(default)s)")
     parser.add_argument("--test_size", type=int, default=512, help="held-out problems (default: %(default)s)")
     parser.add_argument("--sft_size", type=int, default=8192, help="worked examples for the warm start (default: %(default)s)")
-    parser.add_argument("--preferences_size", type=int, default=8192, help="pairs for a reward model (default: %(default)s)")
+    parser.add_argument(
+        "--preferences_size", type=int, default=8192, help="pairs for a reward model or DPO (default: %(default)s)"
+    )
     parser.add_argument("--preferences_test_size", type=int, default=512, help="held-out pairs (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="seed that selects the problems (default: %(default)s)")
     args = parser.parse_args(argv)

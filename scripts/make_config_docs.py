@@ -17,6 +17,7 @@ PROGRAMS = {
     MAIN: "trainer.main_ppo",
     "sft_trainer": "trainer.main_sft",
     "reward_model_trainer": "trainer.main_reward_model",
+    "dpo_trainer": "trainer.main_dpo",
     "generation": "trainer.main_generation",
     "evaluation": "trainer.main_eval",
     "serve": "trainer.main_serve",

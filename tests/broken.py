@@ -16,6 +16,7 @@ from transformers import AutoConfig
 from data_preprocess.tiny_model import character_tokenizer
 from tests.runs import make_task
 from trainer import (
+    main_dpo,
     main_eval,
     main_export,
     main_generation,
@@ -31,9 +32,9 @@ from trainer.cli.program import Program
 PROGRAMS: dict[str, Program[Any]] = {
     name: module.PROGRAM
     for name, module in {
-        "ppo": main_ppo, "sft": main_sft, "reward_model": main_reward_model, "generation": main_generation, "eval": main_eval,
-        "export": main_export, "parity": main_parity, "serve": main_serve,
-        "serve_reward": main_serve_reward,
+        "ppo": main_ppo, "sft": main_sft, "reward_model": main_reward_model, "dpo": main_dpo,
+        "generation": main_generation, "eval": main_eval, "export": main_export, "parity": main_parity,
+        "serve": main_serve, "serve_reward": main_serve_reward,
     }.items()
 }  # fmt: skip
 ACTOR, ROLLOUT, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"

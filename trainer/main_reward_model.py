@@ -1,7 +1,7 @@
 """python -m trainer.main_reward_model: a model that scores answers, from pairs of which one was preferred."""
 
 from configs.schema.supervised import RewardModelConfig
-from trainer.cli.preflight import check_reward_model_config, reward_model_inputs
+from trainer.cli.preflight import check_pairs_config, reward_model_inputs
 from trainer.cli.program import Program
 
 
@@ -36,7 +36,7 @@ PROGRAM = Program(
         "data.train_files=pairs.parquet model.path=Qwen/Qwen3-0.6B optim.lr=1e-5 trainer.n_gpus_per_node=4",
         "data.train_files=pairs.parquet data.prompt_key=null data.val_files=held_out.parquet trainer.test_freq=50",
     ),
-    check=check_reward_model_config,
+    check=check_pairs_config,
     run=run,
     inputs=reward_model_inputs,
 )

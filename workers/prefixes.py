@@ -119,7 +119,7 @@ def _forest(rows: Sequence[np.ndarray], bounds: Sequence[set[int]], nodes: count
     In lexicographic order the rows with any given prefix are adjacent, so comparing neighbours is enough.
     """
     order = sorted(range(len(rows)), key=lambda row: rows[row].tobytes())
-    common = [_common(rows[a], rows[b]) for a, b in pairwise(order)]
+    common = [common_length(rows[a], rows[b]) for a, b in pairwise(order)]
     points = [bounds[row] for row in order]
     before, after = _carried(points, common), _carried(points[::-1], common[::-1])[::-1]
     # Of each pair of neighbours: the last boundary that either of them or a row with the same beginning has.
@@ -136,7 +136,7 @@ def _forest(rows: Sequence[np.ndarray], bounds: Sequence[set[int]], nodes: count
     return chains
 
 
-def _common(one: np.ndarray, other: np.ndarray) -> int:
+def common_length(one: np.ndarray, other: np.ndarray) -> int:
     """Number of equal tokens at the start of two rows."""
     n = min(len(one), len(other))
     differ = one[:n] != other[:n]

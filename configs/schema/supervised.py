@@ -1,12 +1,16 @@
-"""Schema of `trainer.main_sft` and `trainer.main_reward_model`. Defaults are in configs/{sft,reward_model}_trainer.yaml; a test
-compares the keys.
+"""Schema of `trainer.main_sft`, `trainer.main_reward_model` and `trainer.main_dpo`. Defaults are in
+configs/{sft,reward_model,dpo}_trainer.yaml; a test compares the keys.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from annotated_types import Ge, Lt
 
 from configs.schema.alarms import SFTAlarmsConfig
 from configs.schema.common import (
+    Checked,
     Frequency,
     MicroBatching,
     NonNegativeFloat,
@@ -91,6 +95,10 @@ class PreferenceDataConfig(SupervisedDataConfig):
     prompt_key: str | None
     chosen_key: str
     rejected_key: str
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class RewardModelDataConfig(PreferenceDataConfig):
     margin_key: str | None
 
 
@@ -101,5 +109,23 @@ class PairLossConfig:
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class RewardModelConfig(SupervisedConfig):
-    data: PreferenceDataConfig
+    data: RewardModelDataConfig
     loss: PairLossConfig
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class DPOLossConfig(Checked):
+    kind: Literal["sigmoid", "ipo"]
+    beta: PositiveFloat
+    label_smoothing: Annotated[float, Ge(0.0), Lt(0.5)]
+    sft_coef: NonNegativeFloat
+
+    def problems(self) -> Iterator[str]:
+        if self.kind == "ipo" and self.label_smoothing:
+            yield f"loss.label_smoothing={self.label_smoothing}: loss.kind=ipo has no label smoothing; set 0"
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class DPOConfig(SupervisedConfig):
+    data: PreferenceDataConfig
+    loss: DPOLossConfig

@@ -18,7 +18,7 @@ from configs.schema.placement import Placement
 from configs.schema.ppo import AsyncTrainingConfig, PPOConfig, RolloutEngineConfig, TrainerConfig, has_score
 from configs.schema.serve import ServeConfig
 from configs.schema.serve_reward import ServeRewardConfig
-from configs.schema.supervised import RewardModelConfig, SFTConfig, SupervisedConfig, SupervisedTrainerConfig
+from configs.schema.supervised import DPOConfig, RewardModelConfig, SFTConfig, SupervisedConfig, SupervisedTrainerConfig
 from configs.validation.agents import agent_notes, agent_problems
 from configs.validation.batches import (
     batch_problems,
@@ -270,9 +270,9 @@ def check_sft(config: SFTConfig, typed: Collection[str]) -> list[str]:
     return _supervised_notes(config, typed, problems)
 
 
-def check_reward_model(config: RewardModelConfig, typed: Collection[str]) -> list[str]:
-    """Validate a reward-model configuration; see check_ppo."""
-    # Both responses of a pair must be in the same micro-batch, because the loss compares their scores.
+def check_pairs(config: RewardModelConfig | DPOConfig, typed: Collection[str]) -> list[str]:
+    """Validate the configuration of a program that trains on preference pairs; see check_ppo."""
+    # Both responses of a pair must be in the same micro-batch, because the loss compares them.
     data, trainer, longest = config.data, config.trainer, 2 * config.data.max_length
     problems = list(_supervised_problems(config, "pairs", longest, f"a pair, 2 * data.max_length = {longest}"))
     if is_ever(trainer.test_freq) and not data.val_files:
@@ -281,7 +281,7 @@ def check_reward_model(config: RewardModelConfig, typed: Collection[str]) -> lis
 
 
 def _supervised_problems(config: SupervisedConfig, units: str, longest: int, in_words: str) -> Iterator[str]:
-    """Problems of both programs. units: what data.train_batch_size counts. longest: maximum tokens of one unit."""
+    """Problems of all supervised programs. units: what data.train_batch_size counts. longest: maximum tokens of one unit."""
     data, engine, trainer = config.data, config.engine, config.trainer
     roles, shares = {"engine": engine}, data_parallel_size(engine, trainer)
     yield from block_problems(config)

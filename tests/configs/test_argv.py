@@ -12,7 +12,7 @@ from configs.base.keys import ConfigError
 from configs.compose import compose, run_jobs
 from configs.schema.common import MegatronConfig
 from configs.schema.ppo import PPOConfig
-from configs.schema.supervised import RewardModelConfig, SFTConfig
+from configs.schema.supervised import DPOConfig, RewardModelConfig, SFTConfig
 
 VERL_MEGATRON = Path(__file__).with_name("verl_megatron.tsv")
 
@@ -297,6 +297,7 @@ def test_a_group_of_the_users_directory_is_known(tmp_path: Path) -> None:
         ("ppo_trainer", PPOConfig, "recipe"),
         ("sft_trainer", SFTConfig, "sft_recipe"),
         ("reward_model_trainer", RewardModelConfig, "reward_recipe"),
+        ("dpo_trainer", DPOConfig, "dpo_recipe"),
     ],
 )
 def test_recipe_is_the_group_of_each_program(root: str, schema: type, group: str) -> None:
@@ -331,7 +332,9 @@ def test_recipe_of_the_users_directory_is_found(tmp_path: Path) -> None:
     assert rate("in_recipe", "--config-name=own") == 0.5, "a group of the user's own defaults list"
 
 
-@pytest.mark.parametrize(("root", "schema"), [("sft_trainer", SFTConfig), ("reward_model_trainer", RewardModelConfig)])
+@pytest.mark.parametrize(
+    ("root", "schema"), [("sft_trainer", SFTConfig), ("reward_model_trainer", RewardModelConfig), ("dpo_trainer", DPOConfig)]
+)
 def test_unknown_recipe_names_those_of_the_program(root: str, schema: type) -> None:
     with pytest.raises(
         ConfigError, match=r"^recipe=quickstart: unknown option; known: (calculator, )?(search_local, )?sort_digits"

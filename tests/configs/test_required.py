@@ -12,12 +12,13 @@ from configs.schema.parity import ParityConfig
 from configs.schema.ppo import PPOConfig
 from configs.schema.serve import ServeConfig
 from configs.schema.serve_reward import ServeRewardConfig
-from configs.schema.supervised import RewardModelConfig, SFTConfig
+from configs.schema.supervised import DPOConfig, RewardModelConfig, SFTConfig
 
 ROOTS: dict[str, tuple[Any, str]] = {
     "ppo_trainer": (PPOConfig, "actor_rollout_ref.model.path"),
     "sft_trainer": (SFTConfig, "model.path"),
     "reward_model_trainer": (RewardModelConfig, "model.path"),
+    "dpo_trainer": (DPOConfig, "model.path"),
     "generation": (GenerationConfig, "actor_rollout_ref.model.path"),
     "parity": (ParityConfig, "model"),
     "serve": (ServeConfig, "model"),

@@ -15,12 +15,13 @@ from configs.schema.parity import ParityConfig
 from configs.schema.ppo import PPOConfig
 from configs.schema.serve import ServeConfig
 from configs.schema.serve_reward import ServeRewardConfig
-from configs.schema.supervised import RewardModelConfig, SFTConfig
+from configs.schema.supervised import DPOConfig, RewardModelConfig, SFTConfig
 
 PROGRAMS = [
     ("ppo_trainer", PPOConfig),
     ("sft_trainer", SFTConfig),
     ("reward_model_trainer", RewardModelConfig),
+    ("dpo_trainer", DPOConfig),
     ("generation", GenerationConfig),
     ("evaluation", EvaluationConfig),
     ("parity", ParityConfig),
@@ -104,13 +105,25 @@ def test_keys_shared_with_training_have_its_defaults(root: str) -> None:
     assert {key for key in shared if OmegaConf.select(tree, key) != OmegaConf.select(training, key)} == set()
 
 
-def test_supervised_training_has_the_same_defaults_in_both_programs() -> None:
-    reward_model, sft = (OmegaConf.load(CONFIG_DIR / f"{name}.yaml") for name in ("reward_model_trainer", "sft_trainer"))
-    shared = set(keys_of(RewardModelConfig).leaves) & set(keys_of(SFTConfig).leaves)
-    own = {f"data.{name}" for name in ("train_files", "val_files", "train_batch_size")}
-    own |= {"trainer.experiment_name", "trainer.default_local_dir", "trainer.total_epochs"}
+NAME = {"trainer.experiment_name", "trainer.default_local_dir"}
+
+
+@pytest.mark.parametrize(
+    ("root", "other", "own"),
+    [
+        (
+            "reward_model_trainer",
+            "sft_trainer",
+            {*NAME, "data.train_files", "data.val_files", "data.train_batch_size", "trainer.total_epochs"},
+        ),
+        ("dpo_trainer", "reward_model_trainer", {*NAME, "optim.lr"}),
+    ],
+)
+def test_supervised_training_has_the_same_defaults_in_all_programs(root: str, other: str, own: set[str]) -> None:
+    mine, others = (OmegaConf.load(CONFIG_DIR / f"{name}.yaml") for name in (root, other))
+    shared = set(keys_of(dict(PROGRAMS)[root]).leaves) & set(keys_of(dict(PROGRAMS)[other]).leaves)
     assert len(shared) > 80
-    assert {key for key in shared if OmegaConf.select(reward_model, key) != OmegaConf.select(sft, key)} == own
+    assert {key for key in shared if OmegaConf.select(mine, key) != OmegaConf.select(others, key)} == own
 
 
 OPTIONS = [

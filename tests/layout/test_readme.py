@@ -25,6 +25,7 @@ from configs.schema.ppo import PPOConfig
 from tests.experiments import EXPERIMENTS, started_by
 from tests.layout.source import ROOT, parse, python_files
 from trainer import (
+    main_dpo,
     main_eval,
     main_export,
     main_generation,
@@ -74,7 +75,7 @@ PAGES = [
     *(str(path.relative_to(ROOT)) for path in sorted((ROOT / "docs").rglob("*.md"))),
 ]
 MODULES = (
-    main_ppo, main_sft, main_reward_model, main_generation, main_eval, main_parity, main_export, main_serve,
+    main_ppo, main_sft, main_reward_model, main_dpo, main_generation, main_eval, main_parity, main_export, main_serve,
     main_serve_reward,
 )  # fmt: skip
 PROGRAMS = {module.PROGRAM.name: module.PROGRAM for module in MODULES}

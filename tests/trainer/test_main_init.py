@@ -19,6 +19,7 @@ SHORT = {
     "task.py": ["--train_size=512", "--test_size=32"],
     "trainer.main_sft": ["trainer.total_training_steps=4", "data.train_batch_size=32", "trainer.test_freq=2"],
     "trainer.main_reward_model": ["trainer.total_training_steps=2", "data.train_batch_size=32"],
+    "trainer.main_dpo": ["trainer.total_training_steps=2", "data.train_batch_size=32"],
     "trainer.main_ppo": [
         "trainer.total_training_steps=2", "trainer.test_freq=2", "data.train_batch_size=4",
         "actor_rollout_ref.actor.ppo_mini_batch_size=4", "reward.num_workers=0",

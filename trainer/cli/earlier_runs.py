@@ -19,7 +19,7 @@ NAMES = {
     "sft_trainer": ("sft", "gsm8k-sft", "test"),
     "reward_model_trainer": ("reward_model", "reward-model", "test"),
 }
-"""By root YAML: default experiment, and the default project and experiment of earlier versions."""
+"""By root YAML: default experiment, and the default project and experiment of earlier versions that had the program."""
 
 
 def in_earlier_directory(config: Config, root: str, typed: Collection[str]) -> tuple[Config, list[str]]:
@@ -28,7 +28,12 @@ def in_earlier_directory(config: Config, root: str, typed: Collection[str]) -> t
     typed: keys on the command line. Also returns the notes for the user.
     """
     trainer = config.trainer
-    if not isinstance(trainer, RunConfig) or trainer.resume_mode != "auto" or "trainer.default_local_dir" in typed:
+    if (
+        root not in NAMES
+        or not isinstance(trainer, RunConfig)
+        or trainer.resume_mode != "auto"
+        or "trainer.default_local_dir" in typed
+    ):
         return config, []
     experiment, old_project, old_experiment = NAMES[root]
     now = f"runs/{trainer.experiment_name}"

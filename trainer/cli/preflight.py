@@ -12,8 +12,8 @@ from configs.reward_models import model_key, reward_models
 from configs.schema.common import RunConfig, TokenizedModelConfig, is_ever
 from configs.schema.generation import GenerationConfig
 from configs.schema.ppo import ModelScoringConfig, PPOConfig, PromptConfig, RemoteScoringConfig, RolloutConfig, wants_truth
-from configs.schema.supervised import RewardModelConfig, SFTConfig
-from configs.validation.programs import check_ppo, check_reward_model, check_sft
+from configs.schema.supervised import DPOConfig, RewardModelConfig, SFTConfig, SupervisedConfig
+from configs.validation.programs import check_pairs, check_ppo, check_sft
 from trainer.algorithms.correction_rules import rejection_rules, weight_bounds
 from trainer.algorithms.known import check_policy_loss, estimator_needs
 from trainer.cli.learning_notes import movement_notes, rounding_notes, updates_of_run
@@ -53,12 +53,12 @@ def check_sft_config(config: SFTConfig, typed: Collection[str]) -> list[str]:
     return [*check_sft(config, typed), *_supervised_learning(config)]
 
 
-def check_reward_model_config(config: RewardModelConfig, typed: Collection[str]) -> list[str]:
+def check_pairs_config(config: RewardModelConfig | DPOConfig, typed: Collection[str]) -> list[str]:
     """See check_ppo_config."""
-    return [*check_reward_model(config, typed), *_supervised_learning(config)]
+    return [*check_pairs(config, typed), *_supervised_learning(config)]
 
 
-def _supervised_learning(config: SFTConfig | RewardModelConfig) -> Iterator[str]:
+def _supervised_learning(config: SupervisedConfig) -> Iterator[str]:
     data, trainer = config.data, config.trainer
 
     def updates() -> int | None:
@@ -111,6 +111,14 @@ def reward_model_inputs(config: RewardModelConfig) -> Iterator[str]:
     yield from _supervised(config, columns, "data.prompt_key, data.chosen_key, data.rejected_key, data.margin_key")
 
 
+def dpo_inputs(config: DPOConfig) -> Iterator[str]:
+    """See ppo_inputs."""
+    data = config.data
+    columns = [data.chosen_key, data.rejected_key, *([] if data.prompt_key is None else [data.prompt_key])]
+    yield from unset_keys(config, "dpo_trainer")
+    yield from _supervised(config, columns, "data.prompt_key, data.chosen_key, data.rejected_key")
+
+
 def generation_inputs(config: GenerationConfig) -> Iterator[str]:
     """See ppo_inputs. What scoring needs is not checked: only programs that score need it."""
     yield from unset_keys(config, "generation")
@@ -118,7 +126,7 @@ def generation_inputs(config: GenerationConfig) -> Iterator[str]:
     yield from _files("data.path", config.data.path, [config.data.prompt_key], "data.prompt_key")
 
 
-def _supervised(config: SFTConfig | RewardModelConfig, columns: Sequence[str], set_by: str) -> Iterator[str]:
+def _supervised(config: SupervisedConfig, columns: Sequence[str], set_by: str) -> Iterator[str]:
     yield from _model("model", config.model)
     yield from _files("data.train_files", config.data.train_files, columns, set_by)
     if is_ever(config.trainer.test_freq) or isinstance(config, RewardModelConfig):

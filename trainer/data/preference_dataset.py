@@ -6,13 +6,15 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from trainer.algorithms.losses.preference_losses import CHOSEN, REJECTED
 from trainer.data.encoding import Truncation, truncate
 from trainer.data.files import Rows
-from trainer.data.turns import TurnEncoder
+from trainer.data.turns import TurnEncoder, Turns
 from workers.batch import Batch
+from workers.prefixes import common_length
 
 
 class PreferenceDataset:
@@ -41,24 +43,33 @@ class PreferenceDataset:
         self._rows = rows = Rows(files, keys)
         self._encoder = TurnEncoder(tokenizer, apply_chat_template_kwargs)
         prompts = rows.column(prompt_key) if prompt_key is not None else [None] * len(rows)
-        self._sides = {CHOSEN: self._side(prompts, chosen_key), REJECTED: self._side(prompts, rejected_key)}
+        sides = {side: self._side(prompts, key) for side, key in ((CHOSEN, chosen_key), (REJECTED, rejected_key))}
+        # The score is read at the last token. Whitespace that a template writes after the end token would shift it to a token
+        # that no response of the policy ever ends with.
+        self._sides = {side: [turns.up_to_the_end() for turns in column] for side, column in sides.items()}
+        self._starts = {side: [turns.last_turn() for turns in column] for side, column in sides.items()}
+        if prompt_key is None and isinstance(rows.column(chosen_key)[0], str):
+            # The prompt is not marked in whole texts: it is what they have in common.
+            same = [common_length(*pair) for pair in zip(*self._sides.values(), strict=True)]
+            for side, column in self._sides.items():
+                self._starts[side] = [max(1, min(n, len(ids) - 1)) for n, ids in zip(same, column, strict=True)]
         margins = rows.column(margin_key) if margin_key is not None else [0.0] * len(rows)
         for row, margin in enumerate(margins):
             if not isinstance(margin, int | float) or not math.isfinite(margin):
                 raise ValueError(f"{rows.where(row)}: {margin_key} is {margin!r}; must be a finite number")
         self.margins = torch.tensor(margins, dtype=torch.float32)
         # Counted before the truncation: two long responses that share a prefix are no duplicates in the data.
-        same = sum(np.array_equal(*pair) for pair in zip(*self._sides.values(), strict=True))
-        notice = f"{same} of {len(rows)} pairs have identical chosen and rejected responses, which give no gradient"
-        self.notices = [notice] if same else []
+        equal = sum(np.array_equal(*pair) for pair in zip(*self._sides.values(), strict=True))
+        notice = f"{equal} of {len(rows)} pairs have identical chosen and rejected responses, which give no gradient"
+        self.notices = [notice] if equal else []
         self._truncate(max_length, truncation)
 
-    def _side(self, prompts: Sequence[Any], key: str) -> list[np.ndarray]:
-        """Token ids of prompt and response, int64 (n,), for every row of the column ``key``."""
+    def _side(self, prompts: Sequence[Any], key: str) -> list[Turns]:
+        """Prompt and response for every row of the column ``key``."""
         rows, answers = self._rows, self._rows.column(key)
         if isinstance(answers[0], str):
             texts = [prompt if prompt is not None else "" for prompt in prompts]
-            return [turns.ids for turns in self._encoder.pairs(rows, texts, answers)]
+            return self._encoder.pairs(rows, texts, answers)
         chats = []
         for row, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
             if not isinstance(answer, list) or not isinstance(prompt, list | None):
@@ -69,13 +80,11 @@ class PreferenceDataset:
         for row, (chat, turns) in enumerate(zip(chats, found, strict=True)):
             if chat[-1]["role"] != "assistant" or not turns.trained.any():
                 raise ValueError(f"{rows.where(row)}: {key} does not end with an assistant turn: there is no response to score")
-        # The score is read at the last token. Whitespace that a template writes after the end token would shift it to a token
-        # that no response of the policy ever ends with.
-        return [turns.up_to_the_end() for turns in found]
+        return found
 
     def _truncate(self, max_length: int, truncation: Truncation) -> None:
         """Truncate rows over max_length tokens and add a notice. Raises ValueError with truncation=error."""
-        n_truncated = 0
+        n_truncated = n_lost = 0
         for side, all_ids in self._sides.items():
             for row, ids in enumerate(all_ids):
                 if len(ids) <= max_length:
@@ -88,10 +97,15 @@ class PreferenceDataset:
                     )
                 all_ids[row] = truncate(ids, max_length, truncation)
                 n_truncated += 1
+                n_lost += truncation == "right" and self._starts[side][row] >= max_length
+                if truncation == "left":
+                    # Nothing predicts the first token of a row.
+                    self._starts[side][row] = max(1, self._starts[side][row] - len(ids) + max_length)
         if n_truncated:
             self.notices.append(
                 f"{n_truncated} of {2 * len(self)} responses are longer than data.max_length={max_length} tokens and are "
                 f"truncated (data.truncation={truncation})"
+                + (f"; {n_lost} of them keep no token of the response" if n_lost else "")
             )
 
     def __len__(self) -> int:
@@ -100,20 +114,30 @@ class PreferenceDataset:
     def batch(self, indices: Sequence[int]) -> Batch:
         """Batch of P = len(indices) pairs, B = 2 P rows: each chosen response followed by its rejected one.
 
-        tokens (T,): input_ids int64; response_mask float32, 1 at the last token of a row. rows (B,): uid, the index of the pair
-        in the files; side; margin.
+        tokens (T,): input_ids int64; response_mask float32, 1 in the response's last turn, its end token included. rows (B,):
+        uid, the index of the pair in the files; side; margin.
         """
-        ids = [self._sides[side][i] for i in indices for side in (CHOSEN, REJECTED)]
-        lengths = torch.tensor([len(row) for row in ids], dtype=torch.int64)
-        mask = torch.zeros(int(lengths.sum()))
-        mask[lengths.cumsum(0) - 1] = 1.0
+        places = [(side, i) for i in indices for side in (CHOSEN, REJECTED)]
+        ids = [self._sides[side][i] for side, i in places]
+        masks = [np.arange(len(row)) >= self._starts[side][i] for row, (side, i) in zip(ids, places, strict=True)]
         pairs = torch.tensor(list(indices), dtype=torch.int64)
         return Batch(
-            lengths=lengths,
-            tokens={"input_ids": torch.from_numpy(np.concatenate(ids)), "response_mask": mask},
+            lengths=torch.tensor([len(row) for row in ids], dtype=torch.int64),
+            tokens={
+                "input_ids": torch.from_numpy(np.concatenate(ids)),
+                "response_mask": torch.from_numpy(np.concatenate(masks).astype(np.float32)),
+            },
             rows={
                 "uid": pairs.repeat_interleave(2),
                 "side": torch.tensor([CHOSEN, REJECTED]).repeat(len(pairs)),
                 "margin": self.margins[pairs].repeat_interleave(2),
             },
         )
+
+    def prompt_lengths(self, indices: Sequence[int]) -> Tensor:
+        """Number of tokens before the responses that the rows of a pair have in common, int64 (B,), for the rows of ``batch``."""
+        found = []
+        for i in indices:
+            pair = [self._sides[side][i] for side in (CHOSEN, REJECTED)]
+            found.append(min(common_length(*pair), *(self._starts[side][i] for side in (CHOSEN, REJECTED))))
+        return torch.tensor(found, dtype=torch.int64).repeat_interleave(2)

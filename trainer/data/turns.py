@@ -59,6 +59,11 @@ class Turns:
         """ids without anything that the template writes after the last assistant turn, such as a newline."""
         return self.ids[: int(np.flatnonzero(self.trained)[-1]) + 1]
 
+    def last_turn(self) -> int:
+        """Position of the first token of the last assistant turn; at least 1, because nothing predicts the first token."""
+        before = np.flatnonzero(~self.trained[: len(self.up_to_the_end())])
+        return int(before[-1]) + 1 if len(before) else 1
+
 
 Row = tuple[np.ndarray, list[tuple[int, int]], list[str], bool]
 """Token ids, trained spans [start, end), contents of the assistant turns, and whether the last one ends the row."""

@@ -202,7 +202,7 @@ def accepted(row: Row, min_score: float | None, most: int) -> list[Row]:
 
 
 def pairs(row: Row, most: int) -> list[Row]:
-    """Preference pairs: at most ``most`` rows {prompt, chosen, rejected} for trainer.main_reward_model.
+    """Preference pairs: at most ``most`` rows {prompt, chosen, rejected} for trainer.main_reward_model and main_dpo.
 
     Both are distinct terminated responses, the chosen one with the higher score. The best response is paired with each worse one
     first, then the second best, and further on.

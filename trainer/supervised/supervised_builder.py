@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from configs.schema.common import steps_between
-from configs.schema.supervised import RewardModelConfig, SFTConfig
+from configs.schema.supervised import DPOConfig, RewardModelConfig, SFTConfig, SupervisedConfig
 from configs.validation.batches import supervised_cut
 from configs.validation.rollout import world_size
 from trainer import harness
@@ -21,23 +22,23 @@ from trainer.data.chat import load_tokenizer
 from trainer.resilience.alarms import sft_alarms
 from trainer.resilience.restart import RunLifecycle
 from trainer.run.timing import Phases
+from trainer.supervised.dpo_task import DPOTask
 from trainer.supervised.supervised_loop import SupervisedLoop
 from trainer.supervised.tasks import RewardModelTask, SFTTask, Task
 from workers.controller.logs import announce, tell
 from workers.roles.train_engines import check_engine
 from workers.seeding import seed_of
 
-Config = SFTConfig | RewardModelConfig
+TASKS: dict[type[SupervisedConfig], Any] = {SFTConfig: SFTTask, RewardModelConfig: RewardModelTask, DPOConfig: DPOTask}
 
 
-def run(config: Config, notices: Sequence[str]) -> None:
+def run(config: SupervisedConfig, notices: Sequence[str]) -> None:
     """Train, and export the model if trainer.export_dir is set. notices: warnings about the configuration."""
-    head = SFTTask.head if isinstance(config, SFTConfig) else RewardModelTask.head
-    check_engine("engine", config.engine, config.model, head, config.trainer.device)
+    check_engine("engine", config.engine, config.model, TASKS[type(config)].head, config.trainer.device)
     harness.run(config, lambda lifecycle: attempt(config, lifecycle))
 
 
-def attempt(config: Config, lifecycle: RunLifecycle) -> None:
+def attempt(config: SupervisedConfig, lifecycle: RunLifecycle) -> None:
     """Run once, from the last checkpoint if there is one, in new worker processes; all of them have ended on return."""
     trainer, run_dir, resume = config.trainer, lifecycle.run_dir, harness.resume_from(config, lifecycle)
     # Lines for the user: the parts of the start take seconds each, and with trainer.logger=[] nothing else is printed.
@@ -50,7 +51,7 @@ def attempt(config: Config, lifecycle: RunLifecycle) -> None:
         lifecycle.stopping.hurry = watchdog.hurry
         tell(f"tokenizing {', '.join(config.data.train_files)}")
         tokenizer = load_tokenizer(config.model)
-        task: Task = SFTTask(config, tokenizer) if isinstance(config, SFTConfig) else RewardModelTask(config, tokenizer)
+        task: Task = TASKS[type(config)](config, tokenizer)
         order, total_steps = harness.data_order(config, len(task))
         announce((*task.notices, order.notice))
         if resume is not None:

@@ -1,4 +1,4 @@
-"""Supervised training loop (SFT, reward models); shares engines, batch plans and harness with PPO."""
+"""Supervised training loop (SFT, reward models, DPO); shares engines, batch plans and harness with PPO."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from workers.metric import plain_numbers
 
 @dataclass
 class SupervisedLoop:
-    """Supervised loop; built by supervised_builder.py, run by ``fit``. task: what distinguishes SFT from reward models."""
+    """Supervised loop; built by supervised_builder.py, run by ``fit``. task: what distinguishes SFT, reward models and DPO."""
 
     config: SupervisedConfig
     trainer: Trainer
@@ -28,6 +28,8 @@ class SupervisedLoop:
     def fit(self) -> None:
         """Run all remaining steps."""
         trainer = self.trainer
+        done = 0 if trainer.resume is None else trainer.resume.step
+        self.task.prepare(self.model, self.order, range(done, trainer.total_steps))
         trainer.begin()
         for step in trainer.steps():
             # The rows of a step are a function of the step alone: no sampler state is saved or restored.

@@ -1,7 +1,7 @@
 """Tasks of the supervised loop.
 
 SFT: fine-tuning, cross-entropy over response tokens. RewardModelTask: reward-model training on preference pairs, the chosen
-response should score higher than the rejected one.
+response should score higher than the rejected one. DPOTask, of policies on such pairs, is in dpo_task.py.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from configs.schema.common import ModelConfig, is_ever
-from configs.schema.supervised import RewardModelConfig, SFTConfig
-from trainer.algorithms.losses.preference_losses import accuracy, calibration_error, pair_losses
+from configs.schema.supervised import PreferenceDataConfig, RewardModelConfig, SFTConfig
+from trainer.algorithms.losses.preference_losses import CHOSEN, accuracy, calibration_error, pair_losses
 from trainer.algorithms.segments import group_ids, sum_by
 from trainer.algorithms.weights import token_weights
 from trainer.cluster.remote import RemoteModel
+from trainer.data.order import DataOrder
 from trainer.data.preference_dataset import PreferenceDataset
 from trainer.data.sft_dataset import SFTDataset
 from trainer.data.template_check import OF_TEXT, check_template
@@ -46,6 +47,9 @@ class Task(Protocol):
 
     def __len__(self) -> int:
         """Number of units of the training data; data.train_batch_size counts the same units."""
+
+    def prepare(self, model: RemoteModel, order: DataOrder, steps: range) -> None:
+        """Compute what needs the initial weights, before a checkpoint is loaded. steps: those that remain, counted from 0."""
 
     def batch(self, indices: Sequence[int]) -> Batch:
         """Global mini-batch of these units, with loss_weight (T,)."""
@@ -97,6 +101,9 @@ class SFTTask:
     def __len__(self) -> int:
         return len(self._data)
 
+    def prepare(self, model: RemoteModel, order: DataOrder, steps: range) -> None:
+        """Nothing depends on the initial weights."""
+
     def batch(self, indices: Sequence[int]) -> Batch:
         """Global mini-batch with loss_weight (T,): a mean over all response tokens of the mini-batch."""
         batch = self._data.batch(indices).with_meta({"temperature": 1.0})
@@ -141,35 +148,22 @@ class RewardModelTask:
         self.config = config
         self.model = with_padding(config.model, tokenizer)
         self.loss = LossSpec("trainer.algorithms.losses.preference_losses:BradleyTerryLoss", config.loss)
-        self._data = self._read(config.data.train_files, tokenizer)
-        self._held_out = self._read(config.data.val_files, tokenizer) if config.data.val_files else None
+        margin_key = config.data.margin_key
+        self._data = read_pairs(config.data, config.data.train_files, tokenizer, margin_key)
+        self._held_out = read_pairs(config.data, config.data.val_files, tokenizer, margin_key) if config.data.val_files else None
         self.notices = [*self._data.notices, *(self._held_out.notices if self._held_out is not None else ())]
         # (step, scores): validation and a checkpoint after the same step need the same scores.
         self._scored: tuple[int, Tensor] | None = None
 
-    def _read(self, files: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> PreferenceDataset:
-        data = self.config.data
-        return PreferenceDataset(
-            files,
-            tokenizer,
-            prompt_key=data.prompt_key,
-            chosen_key=data.chosen_key,
-            rejected_key=data.rejected_key,
-            margin_key=data.margin_key,
-            max_length=data.max_length,
-            truncation=data.truncation,
-            apply_chat_template_kwargs=data.apply_chat_template_kwargs,
-        )
-
     def __len__(self) -> int:
         return len(self._data)
 
+    def prepare(self, model: RemoteModel, order: DataOrder, steps: range) -> None:
+        """Nothing depends on the initial weights."""
+
     def batch(self, indices: Sequence[int]) -> Batch:
-        """Global mini-batch of P pairs. loss_weight is 1 / P at the last token of each chosen response: a mean over the pairs."""
-        batch = self._data.batch(indices)
-        # Only on chosen rows: the loss reads both scores of a pair there, so each pair is counted once.
-        chosen = (batch.rows["side"] > 0)[batch.segment_ids()]
-        return batch.with_tokens(loss_weight=batch.tokens["response_mask"] * chosen / len(indices))
+        """Global mini-batch of P pairs. loss_weight: a mean over the pairs."""
+        return weighted_by_pair(self._data.batch(indices))
 
     def validate(self, model: RemoteModel, step: int) -> dict[str, float]:
         """Loss, accuracy, calibration error and mean score difference over held-out pairs; mean and deviation of their scores."""
@@ -201,11 +195,39 @@ class RewardModelTask:
         """Scores of chosen and rejected responses, float64 (P, 2). The scores of the last ``step`` are cached."""
         if self._scored is None or self._scored[0] != step:
             found = []
-            for start in range(0, len(data), PAIRS_PER_FORWARD):
-                batch = data.batch(range(start, min(start + PAIRS_PER_FORWARD, len(data))))
-                found.append(model.forward(batch, ["scores"]).rows["scores"].double().view(-1, 2))
+            for pairs in chunks_of_pairs(len(data)):
+                found.append(model.forward(data.batch(pairs), ["scores"]).rows["scores"].double().view(-1, 2))
             self._scored = step, torch.cat(found)
         return self._scored[1]
+
+
+def read_pairs(
+    data: PreferenceDataConfig, files: Sequence[str], tokenizer: PreTrainedTokenizerBase, margin_key: str | None
+) -> PreferenceDataset:
+    """The pairs of these files, as the configuration reads them."""
+    return PreferenceDataset(
+        files,
+        tokenizer,
+        prompt_key=data.prompt_key,
+        chosen_key=data.chosen_key,
+        rejected_key=data.rejected_key,
+        margin_key=margin_key,
+        max_length=data.max_length,
+        truncation=data.truncation,
+        apply_chat_template_kwargs=data.apply_chat_template_kwargs,
+    )
+
+
+def chunks_of_pairs(n: int) -> list[range]:
+    """Consecutive pairs of ``n``, PAIRS_PER_FORWARD at a time."""
+    return [range(start, min(start + PAIRS_PER_FORWARD, n)) for start in range(0, n, PAIRS_PER_FORWARD)]
+
+
+def weighted_by_pair(batch: Batch) -> Batch:
+    """A batch of P pairs with loss_weight: 1 / P at the last token of each chosen row, where losses of pairs stand."""
+    weight = torch.zeros(batch.total_tokens)
+    weight[(batch.offsets[1:] - 1)[batch.rows["side"] == CHOSEN]] = 2 / len(batch)
+    return batch.with_tokens(loss_weight=weight)
 
 
 def with_padding(model: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> ModelConfig:

@@ -12,12 +12,13 @@ from configs.compat.openrlhf.table import Arguments, Flag, Settings, Table, read
 from configs.compat.translate import read_yaml, written
 from configs.schema.generation import GenerationConfig
 from configs.schema.ppo import PPOConfig
-from configs.schema.supervised import RewardModelConfig, SFTConfig
+from configs.schema.supervised import DPOConfig, RewardModelConfig, SFTConfig
 
 SCHEMAS: Mapping[str, type] = {
     "ppo_trainer": PPOConfig,
     "sft_trainer": SFTConfig,
     "reward_model_trainer": RewardModelConfig,
+    "dpo_trainer": DPOConfig,
     "generation": GenerationConfig,
 }
 """Schemas of the counterparts, by their root YAML."""

@@ -21,7 +21,7 @@ from configs.schema.evaluation import EvaluationConfig, ExportConfig
 from configs.schema.generation import GenerationConfig
 from configs.schema.parity import ParityConfig
 from configs.schema.ppo import PPOConfig
-from configs.schema.supervised import RewardModelConfig, SFTConfig
+from configs.schema.supervised import DPOConfig, RewardModelConfig, SFTConfig
 from configs.validation.rollout import TAKEN_SGLANG_ARGUMENTS, TAKEN_VLLM_ARGUMENTS
 from trainer import main_sft
 
@@ -93,7 +93,7 @@ def test_listed_differences_are_differences() -> None:
         assert written != entry["verl"] and entry["why"], key
 
 
-SCHEMAS = (PPOConfig, SFTConfig, RewardModelConfig, GenerationConfig, EvaluationConfig, ParityConfig, ExportConfig)
+SCHEMAS = (PPOConfig, SFTConfig, RewardModelConfig, DPOConfig, GenerationConfig, EvaluationConfig, ParityConfig, ExportConfig)
 
 
 def test_aliases_lead_to_keys_of_a_program_and_hide_none() -> None:

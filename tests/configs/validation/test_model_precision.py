@@ -3,8 +3,8 @@ import pytest
 from configs.base.keys import ConfigError
 from configs.compose import compose
 from configs.schema.ppo import PPOConfig
-from configs.schema.supervised import RewardModelConfig, SFTConfig
-from trainer import main_ppo, main_reward_model, main_sft
+from configs.schema.supervised import DPOConfig, RewardModelConfig, SFTConfig
+from trainer import main_dpo, main_ppo, main_reward_model, main_sft
 
 ACTOR, REF, CRITIC, JUDGE = "actor_rollout_ref.actor", "actor_rollout_ref.ref", "critic", "reward.reward_model"
 USE = "small gradients underflow to 0, and there is no loss scaling; use bfloat16, or float32 on GPUs without bfloat16"
@@ -43,6 +43,9 @@ def test_frozen_models_in_float16_are_accepted() -> None:
 def test_supervised_training_in_float16_is_refused() -> None:
     with pytest.raises(ConfigError, match=rf"engine\.fsdp_config\.dtype=float16: {USE}"):
         main_sft.PROGRAM.check(compose("sft_trainer", SFTConfig, ["engine.fsdp_config.dtype=float16"]), frozenset())
-    config = compose("reward_model_trainer", RewardModelConfig, ["engine.fsdp_config.dtype=float16"])
+    of_rewards = compose("reward_model_trainer", RewardModelConfig, ["engine.fsdp_config.dtype=float16"])
     with pytest.raises(ConfigError, match=rf"engine\.fsdp_config\.dtype=float16: {USE}"):
-        main_reward_model.PROGRAM.check(config, frozenset())
+        main_reward_model.PROGRAM.check(of_rewards, frozenset())
+    of_policy = compose("dpo_trainer", DPOConfig, ["engine.fsdp_config.dtype=float16"])
+    with pytest.raises(ConfigError, match=rf"engine\.fsdp_config\.dtype=float16: {USE}"):
+        main_dpo.PROGRAM.check(of_policy, frozenset())

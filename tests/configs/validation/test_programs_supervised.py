@@ -2,14 +2,21 @@
 
 from configs.base.keys import ConfigError
 from configs.compose import compose
-from configs.schema.supervised import RewardModelConfig
-from configs.validation.programs import check_reward_model
+from configs.schema.supervised import DPOConfig, RewardModelConfig
+from configs.validation.programs import check_pairs
 from tests.configs.validation.test_programs import TOO_SMALL, WORKERS, sft_lines
 
 
 def reward_model_lines(*overrides: str) -> list[str]:
     try:
-        return check_reward_model(compose("reward_model_trainer", RewardModelConfig, overrides), ())
+        return check_pairs(compose("reward_model_trainer", RewardModelConfig, overrides), ())
+    except ConfigError as error:
+        return [f"error: {line}" for line in str(error).splitlines()]
+
+
+def dpo_lines(*overrides: str) -> list[str]:
+    try:
+        return check_pairs(compose("dpo_trainer", DPOConfig, overrides), ())
     except ConfigError as error:
         return [f"error: {line}" for line in str(error).splitlines()]
 
@@ -42,3 +49,15 @@ def test_general_checks_apply_to_reward_models() -> None:
     assert line.startswith("error: trainer.backend=local: runs a single worker")
     (note,) = reward_model_lines("trainer.best_metric=val/accuracy")
     assert note.startswith("trainer.best_metric has no effect")
+
+
+def test_dpo_has_the_checks_of_pairs_and_its_own() -> None:
+    assert dpo_lines() == dpo_lines("recipe=sort_digits") == dpo_lines("loss.kind=ipo", "loss.sft_coef=1") == []
+    assert dpo_lines("data.train_batch_size=7") == [f"error: data.train_batch_size=7: fewer pairs than {WORKERS}"]
+    assert dpo_lines("trainer.test_freq=5") == ["error: trainer.test_freq=5: no validation data; set data.val_files"]
+    assert "a pair, 2 * data.max_length = 8194" in dpo_lines("data.max_length=4097")[0]
+    smoothed = dpo_lines("loss.kind=ipo", "loss.label_smoothing=0.1")
+    assert smoothed == ["error: loss.label_smoothing=0.1: loss.kind=ipo has no label smoothing; set 0"]
+    for wrong in ("loss.beta=0", "loss.label_smoothing=0.5", "loss.sft_coef=-1", "loss.kind=hinge"):
+        (line,) = dpo_lines(wrong)
+        assert line.replace('"', "").startswith(f"error: {wrong}: must be"), "a bound of the schema"

@@ -8,12 +8,17 @@ import pytest
 from configs.compose import compose_with_notes
 from configs.schema.generation import GenerationConfig
 from configs.schema.ppo import PPOConfig
-from configs.schema.supervised import RewardModelConfig, SFTConfig
+from configs.schema.supervised import DPOConfig, RewardModelConfig, SFTConfig
 from trainer import main_ppo
 from trainer.cli.earlier_runs import NAMES, in_earlier_directory
 from trainer.run.run_dir import LATEST
 
-SCHEMAS: dict[str, Any] = {"ppo_trainer": PPOConfig, "sft_trainer": SFTConfig, "reward_model_trainer": RewardModelConfig}
+SCHEMAS: dict[str, Any] = {
+    "ppo_trainer": PPOConfig,
+    "sft_trainer": SFTConfig,
+    "reward_model_trainer": RewardModelConfig,
+    "dpo_trainer": DPOConfig,
+}
 
 
 def directory_of(root: str, *words: str) -> tuple[str, list[str]]:
@@ -81,6 +86,11 @@ def test_other_programs_have_no_run() -> None:
 def test_default_names_are_those_of_the_root_yaml(root: str) -> None:
     config, _, _ = compose_with_notes(root, SCHEMAS[root])
     assert (config.trainer.project_name, config.trainer.experiment_name) == ("tandem", NAMES[root][0])
+
+
+def test_program_without_an_earlier_version_starts_in_its_directory() -> None:
+    make_run("checkpoints/tandem/dpo")
+    assert directory_of("dpo_trainer") == ("runs/dpo", [])
 
 
 def test_program_reports_where_it_continues(capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,22 +16,24 @@ from configs.argv import groups_of
 from configs.base.keys import CONFIG_DIR
 from configs.compose import compose
 from configs.schema.ppo import PPOConfig
-from configs.schema.supervised import RewardModelConfig, SFTConfig
+from configs.schema.supervised import DPOConfig, RewardModelConfig, SFTConfig
 from tests.layout.test_experiments import EXPERIMENTS, started_by
 from trainer.cli.learning_notes import updates_of_run
-from trainer.cli.preflight import check_ppo_config, check_reward_model_config, check_sft_config
+from trainer.cli.preflight import check_pairs_config, check_ppo_config, check_sft_config
 from workers.engine.base import OptimizerSpec
 from workers.engine.fsdp.sharded_adamw import ShardedAdamW
 
 PROGRAMS: dict[str, tuple[Any, Any]] = {
     "ppo_trainer": (PPOConfig, check_ppo_config),
     "sft_trainer": (SFTConfig, check_sft_config),
-    "reward_model_trainer": (RewardModelConfig, check_reward_model_config),
+    "reward_model_trainer": (RewardModelConfig, check_pairs_config),
+    "dpo_trainer": (DPOConfig, check_pairs_config),
 }
 ACTOR = "actor_rollout_ref.actor"
-RATES = {"ppo_trainer": f"{ACTOR}.optim.lr", "sft_trainer": "optim.lr", "reward_model_trainer": "optim.lr"}
-ROLES = {"ppo_trainer": ACTOR, "sft_trainer": "engine", "reward_model_trainer": "engine"}
-MODELS = {"ppo_trainer": "actor_rollout_ref.model", "sft_trainer": "model", "reward_model_trainer": "model"}
+SUPERVISED = ("sft_trainer", "reward_model_trainer", "dpo_trainer")
+RATES = {"ppo_trainer": f"{ACTOR}.optim.lr", **dict.fromkeys(SUPERVISED, "optim.lr")}
+ROLES = {"ppo_trainer": ACTOR, **dict.fromkeys(SUPERVISED, "engine")}
+MODELS = {"ppo_trainer": "actor_rollout_ref.model", **dict.fromkeys(SUPERVISED, "model")}
 
 
 def notes_of(root: str, words: Sequence[str]) -> list[str]:

@@ -34,6 +34,16 @@ def texts(data: PreferenceDataset, *indices: int) -> list[str]:
     return [byte_tokenizer().decode(row) for row in data.batch(indices).split_rows("input_ids")]
 
 
+def responses(data: PreferenceDataset, *indices: int) -> list[str]:
+    """Text of each row's response_mask, which ends with the row."""
+    batch = data.batch(indices)
+    found = []
+    for ids, mask in zip(batch.split_rows("input_ids"), batch.split_rows("response_mask"), strict=True):
+        assert mask.diff().min() >= 0, "one stretch, up to the end"
+        found.append(byte_tokenizer().decode(ids[mask.bool()]))
+    return found
+
+
 def turn(role: str, content: str) -> dict[str, str]:
     return {"role": role, "content": content}
 
@@ -49,9 +59,8 @@ def test_pair_is_two_adjacent_rows(tmp_path: Path) -> None:
     batch = data.batch([1, 0])
     assert batch.rows["uid"].tolist() == [1, 1, 0, 0] and batch.rows["side"].tolist() == [1, -1, 1, -1]
     assert batch.rows["margin"].tolist() == [0.0] * 4
-    assert [mask.nonzero()[:, 0].tolist() for mask in batch.split_rows("response_mask")] == [
-        [n - 1] for n in batch.lengths.tolist()
-    ]
+    assert responses(data, 1, 0) == ["cc<eos>", "<eos>", "a<eos>", "bb<eos>"]
+    assert data.prompt_lengths([1, 0]).tolist() == [11, 11, 10, 10]
 
 
 def test_margins_are_read(tmp_path: Path) -> None:
@@ -66,7 +75,8 @@ def test_answers_that_are_conversations(tmp_path: Path) -> None:
     chosen, rejected = [turn("assistant", "a"), turn("user", "b"), turn("assistant", "c")], [turn("assistant", "d")]
     data = dataset(tmp_path, {"prompt": [turn("user", "p")], "chosen": chosen, "rejected": rejected}, template=ENDED)
     whole = ["<user>p<eos>\n<assistant>a<eos>\n<user>b<eos>\n<assistant>c<eos>", "<user>p<eos>\n<assistant>d<eos>"]
-    assert texts(data, 0) == whole
+    assert texts(data, 0) == whole and responses(data, 0) == ["c<eos>", "d<eos>"]
+    assert data.prompt_lengths([0]).tolist() == [len("<user>p") + 1 + len("\n<assistant>")] * 2, "up to where they differ"
     alone = {"chosen": [turn("user", "p"), *chosen], "rejected": [turn("user", "p"), *rejected]}
     assert texts(dataset(tmp_path, alone, template=ENDED, prompt_key=None), 0) == whole
 
@@ -90,9 +100,22 @@ def test_only_the_last_turn_has_to_continue_its_prompt(tmp_path: Path) -> None:
     assert texts(dataset(tmp_path, row, template=template), 0) == [f"{context}c<eos>", f"{context}d<eos>"]
 
 
+def test_response_is_the_last_turn_of_templates_with_marks(tmp_path: Path) -> None:
+    turns = ("{% generation %}{{ m.content }}<eos>{% endgeneration %}", "{{ m.content }}<eos>")
+    template = ENDED.replace(turns[1], f"{{% if m.role == 'assistant' %}}{turns[0]}{{% else %}}{turns[1]}{{% endif %}}")
+    chosen, rejected = [turn("assistant", "a"), turn("user", "b"), turn("assistant", "c")], [turn("assistant", "d")]
+    data = dataset(tmp_path, {"prompt": [turn("user", "p")], "chosen": chosen, "rejected": rejected}, template=template)
+    assert responses(data, 0) == ["c<eos>", "d<eos>"] and texts(data, 0)[0].endswith("a<eos>\n<user>b<eos>\n<assistant>c<eos>")
+
+
 def test_whole_texts(tmp_path: Path) -> None:
     data = dataset(tmp_path, {"chosen": "q: a", "rejected": "q: b"}, prompt_key=None)
     assert texts(data, 0) == ["q: a<eos>", "q: b<eos>"]
+    assert responses(data, 0) == ["a<eos>", "b<eos>"], "the prompt is what both have in common"
+    bare = dataset(tmp_path, {"prompt": "", "chosen": "ab", "rejected": "c"})
+    assert responses(bare, 0) == ["b<eos>", "<eos>"], "nothing predicts the first token"
+    equal = dataset(tmp_path, {"chosen": "q", "rejected": "q"}, {"chosen": "x", "rejected": "y"}, prompt_key=None)
+    assert responses(equal, 0, 1) == ["<eos>", "<eos>", "<eos>", "<eos>"]
 
 
 def test_invalid_pairs_raise(tmp_path: Path) -> None:
@@ -119,5 +142,10 @@ def test_too_long_response_is_an_error_or_truncated(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"row 0: 14 tokens with the chosen response, data\.max_length is 13"):
         dataset(tmp_path, pair, max_length=13)
     data = dataset(tmp_path, pair, max_length=13, truncation="left")
-    assert texts(data, 0) == ["user>1<a>aaa<eos>", "<user>1<a>b<eos>"]
+    assert texts(data, 0) == ["user>1<a>aaa<eos>", "<user>1<a>b<eos>"] and responses(data, 0) == ["aaa<eos>", "b<eos>"]
+    assert data.prompt_lengths([0]).tolist() == [0, 0]
     assert data.notices == ["1 of 2 responses are longer than data.max_length=13 tokens and are truncated (data.truncation=left)"]
+    data = dataset(tmp_path, pair, max_length=3, truncation="left")
+    assert responses(data, 0) == ["a<eos>", "b<eos>"], "nothing predicts the first token"
+    data = dataset(tmp_path, pair, max_length=10, truncation="right")
+    assert responses(data, 0) == ["", ""] and data.notices[0].endswith("; 2 of them keep no token of the response")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from trainer import main_ppo, main_reward_model, main_sft
+from trainer import main_dpo, main_ppo, main_reward_model, main_sft
 from trainer.new_task.create import TEMPLATES, create
 from trainer.new_task.sizes import GB, LocalMachine
 
@@ -16,7 +16,7 @@ MACHINES = {
     "gpu": LocalMachine(1, 24 * GB, has_bfloat16=True),
     "gpus": LocalMachine(8, 80 * GB, has_bfloat16=True),
 }
-PROGRAMS = {"train": main_ppo, "warm_start": main_sft, "reward_model": main_reward_model}
+PROGRAMS = {"train": main_ppo, "warm_start": main_sft, "reward_model": main_reward_model, "dpo": main_dpo}
 
 
 @pytest.mark.parametrize("machine", MACHINES)

@@ -9,7 +9,7 @@ from configs.base.locks import LOCK, locked
 from configs.sweeps.sweep_points import SWEEP_LOCK
 from tests.runs import make_task, metrics_of, ppo_arguments
 from tests.trainer.points import PROGRAM
-from trainer import main_export, main_generation, main_parity, main_ppo, main_reward_model, main_sft
+from trainer import main_dpo, main_export, main_generation, main_parity, main_ppo, main_reward_model, main_sft
 from trainer.cli.api import Callback, run_ppo
 
 IN_USE = "in use by process "
@@ -47,6 +47,7 @@ def test_no_program_writes_to_a_directory_in_use(task: Path, tmp_path: Path, cap
     starts = {
         main_sft: ["recipe=sort_digits", model, sft, "data.val_files=[]", "trainer.test_freq=-1"],
         main_reward_model: ["recipe=sort_digits", model, pairs, "data.val_files=[]", "trainer.test_freq=-1"],
+        main_dpo: ["recipe=sort_digits", model, pairs, "data.val_files=[]", "trainer.test_freq=-1"],
         main_generation: [f"data.path={task}/test.parquet", *engine, *lengths],
         main_parity: [f"model={task}/base", f"data.files={task}/test.parquet", "engines=[embedded]", *lengths],
     }

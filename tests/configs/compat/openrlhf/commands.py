@@ -6,14 +6,14 @@ from pathlib import Path
 
 from configs.compat.openrlhf.script import script
 from configs.compat.openrlhf.table import openrlhf
-from trainer import main_generation, main_ppo, main_reward_model, main_sft
+from trainer import main_dpo, main_generation, main_ppo, main_reward_model, main_sft
 from trainer.cli.program import Program
 
 PUBLIC = (Path(__file__).parent / "openrlhf_commands.txt").read_text(encoding="utf-8").splitlines()
 """Command lines of public scripts, with PATH and KEY in place of private values."""
 PROGRAMS: dict[str, Program] = {
     module.PROGRAM.name: module.PROGRAM  # type: ignore[dict-item]
-    for module in (main_ppo, main_sft, main_reward_model, main_generation)
+    for module in (main_ppo, main_sft, main_reward_model, main_dpo, main_generation)
 }
 PPO = "--pretrain sft --reward_pretrain rm --prompt_data prompts.parquet --vllm_num_engines 1 "
 """Required flags of train_ppo_ray."""

@@ -14,6 +14,24 @@ FLAGS = {
     ("train_sft", "older"): OF_SUPERVISED + " pretrain_mode input_key output_key multiturn disable_trace_cache train_split",
     ("train_rm", "older"): OF_SUPERVISED
     + " value_head_prefix compute_fp32_loss margin_loss loss prompt_key chosen_key rejected_key dist_backend",
+    ("train_dpo", "older"): OF_SUPERVISED
+    + " ref_offload beta ipo label_smoothing nll_loss_coef ref_pretrain prompt_key chosen_key rejected_key train_split",
+    ("train_dpo", "newer"): """
+        adam.betas adam.eps adam.lr adam.weight_decay ckpt.disable_ds ckpt.load_enable ckpt.max_mem ckpt.max_num ckpt.output_dir
+        ckpt.path ckpt.save_hf ckpt.save_steps data.apply_chat_template data.chosen_key data.dataloader_num_workers data.dataset
+        data.dataset_probs data.dataset_split data.disable_fast_tokenizer data.input_template data.max_len data.max_samples
+        data.prompt_key data.rejected_key data.tokenizer_chat_template ds.adam_offload ds.attn_implementation ds.deepcompile
+        ds.experts_implementation ds.grad_accum_dtype ds.load_in_4bit ds.lora.alpha ds.lora.dropout ds.lora.rank
+        ds.lora.target_modules ds.overlap_comm ds.packing_samples ds.param_dtype ds.ring_attn_head_stride ds.ring_attn_size
+        ds.tensor_parallel_size ds.use_liger_kernel ds.use_universal_ckpt ds.zero_stage ds.zpg eval.dataset eval.split eval.steps
+        local_rank logger.logging_steps logger.tensorboard_dir logger.wandb.group logger.wandb.key logger.wandb.org
+        logger.wandb.project logger.wandb.run_name lr_scheduler lr_warmup_ratio max_norm min_lr_ratio model.aux_loss_coef
+        model.beta model.gradient_checkpointing_enable model.gradient_checkpointing_reentrant model.ipo_enable
+        model.label_smoothing
+        model.model_name_or_path model.nll_loss_coef muon.lr muon.momentum muon.nesterov muon.no_nesterov muon.ns_steps optim
+        ref.model_name_or_path ref.offload train.batch_size train.full_determinism_enable train.max_epochs train.micro_batch_size
+        train.seed use_ms
+    """,
     ("train_ppo_ray", "older"): """
         ref_num_nodes ref_num_gpus_per_node reward_num_nodes reward_num_gpus_per_node colocate_actor_ref actor_num_nodes
         actor_num_gpus_per_node critic_num_nodes critic_num_gpus_per_node colocate_critic_reward colocate_all_models

@@ -97,3 +97,20 @@ def test_evaluation_set_of_supervised_training_sets_validation() -> None:
     assert found["data.val_files"] == "[e.jsonl]" and found["trainer.test_freq"] == "20"
     assert "-1 = once per epoch in OpenRLHF, never here" in comment(base + "--eval_dataset e.jsonl", "--eval_dataset e.jsonl")
     assert "data.val_files" not in settings(base)
+
+
+def test_preference_pairs_set_the_loss_of_dpo() -> None:
+    base = "train_dpo --pretrain sft --dataset pairs.jsonl "
+    found = settings(
+        base + "--beta 0.05 --label_smoothing 0.1 --nll_loss_coef 0.2 --learning_rate 5e-7 --max_len 2048 --save_path out"
+    )
+    wanted = {
+        "loss.beta": "0.05", "loss.label_smoothing": "0.1", "loss.sft_coef": "0.2", "optim.lr": "5e-7", "data.max_length": "2048",
+        "data.truncation": "right", "trainer.export_dir": "out", "data.micro_batch_size_per_gpu": "8",
+        "data.use_dynamic_bsz": "false",
+    }  # fmt: skip
+    assert {key: found[key] for key in wanted} == wanted and "loss.kind" not in found and "data.margin_key" not in found
+    assert settings(base + "--prompt_key q --chosen_key c --rejected_key r")["data.rejected_key"] == "r"
+    assert settings(base)["optim.lr"] == "1e-5", "OpenRLHF's default"
+    assert settings(base + "--ipo")["loss.kind"] == "ipo" and "of their sums" in comment(base + "--ipo", "--ipo")
+    assert "no counterpart: the reference is the model" in comment(base + "--ref_pretrain other", "--ref_pretrain other")

@@ -38,10 +38,19 @@ RM = (
     "deepspeed --module openrlhf.cli.train_rm --pretrain base --dataset pairs.jsonl --apply_chat_template --max_len 8192 "
     "--zero_stage 3 --save_path rm --margin_loss --loss sigmoid --train_batch_size 256 --eval_dataset held.jsonl --eval_steps 20"
 )
+DPO = (
+    "deepspeed --module openrlhf.cli.train_dpo --save_path dpo --train_batch_size 256 --micro_train_batch_size 1 --pretrain sft "
+    "--ref_pretrain sft --bf16 --max_epochs 1 --max_len 8192 --zero_stage 3 --learning_rate 5e-7 --beta 0.05 --eval_steps 20 "
+    "--dataset pairs.jsonl --apply_chat_template --prompt_key question --chosen_key best --rejected_key worst --ref_offload "
+    "--nll_loss_coef 0.2 --label_smoothing 0.1 --gradient_checkpointing --eval_dataset held.jsonl"
+)
+IPO = (
+    "train_dpo --model.model_name_or_path sft --data.dataset pairs.jsonl --model.ipo_enable --adam.lr 1e-6 --ckpt.output_dir dpo"
+)
 ANSWERS = "batch_inference --eval_task generate_sglang --pretrain sft --dataset d.jsonl --output_path answers --greedy_sampling"
 
 
-@pytest.mark.parametrize("line", [*PUBLIC, NEWER, RARE, SFT, CHAT, RM, ANSWERS])
+@pytest.mark.parametrize("line", [*PUBLIC, NEWER, RARE, SFT, CHAT, RM, DPO, IPO, ANSWERS])
 def test_translation_passes_the_programs_checks_and_explains_every_flag(line: str, capsys: pytest.CaptureFixture[str]) -> None:
     text = translated(line)
     assert dry_run(text) == 0

@@ -74,5 +74,5 @@ def test_every_flag_is_in_the_table(name: str, version: str) -> None:
 
 def test_programs_without_a_counterpart_have_a_reason() -> None:
     others = openrlhf().others
-    assert {"train_dpo", "train_kto", "train_prm", "serve_rm"} <= others.keys() and all(others.values())
+    assert {"train_kto", "train_kd", "train_prm", "serve_rm"} <= others.keys() and all(others.values())
     assert not others.keys() & SOURCES.keys()

@@ -1,17 +1,21 @@
-"""Pair loss and metrics of reward models."""
+"""Losses and metrics of pairs: reward models, and DPO."""
 
 import math
+from typing import Literal
 
 import pytest
 import torch
 
-from configs.schema.supervised import PairLossConfig
+from configs.schema.supervised import DPOLossConfig, PairLossConfig
 from trainer.algorithms.losses.preference_losses import (
     CHOSEN,
     REJECTED,
     BradleyTerryLoss,
+    DPOLoss,
     accuracy,
     calibration_error,
+    dpo_losses,
+    dpo_terms,
     pair_losses,
 )
 from workers.batch import Batch
@@ -111,3 +115,87 @@ def test_dummy_row_has_a_gradient_of_zero() -> None:
     token_loss, _ = BradleyTerryLoss(CENTERED)({"scores": scores}, Batch(torch.tensor([2]), rows=columns))
     token_loss.sum().backward()
     assert token_loss.tolist() == [0.0, 0.0] and scores.grad is not None and scores.grad.tolist() == [0.0]
+
+
+def dpo(
+    kind: Literal["sigmoid", "ipo"] = "sigmoid", beta: float = 0.5, label_smoothing: float = 0.0, sft_coef: float = 0.0
+) -> DPOLossConfig:
+    return DPOLossConfig(kind=kind, beta=beta, label_smoothing=label_smoothing, sft_coef=sft_coef)
+
+
+def test_dpo_losses_equal_a_computation_by_hand() -> None:
+    ratios = torch.tensor([[2.0, 0.5], [0.0, 0.0], [-1.0, 3.0]], dtype=DTYPE)  # beta d = 0.75, 0, -2
+    plain = [-math.log(sigmoid(h)) for h in (0.75, 0.0, -2.0)]
+    assert dpo_losses(ratios, dpo()).tolist() == pytest.approx(plain, rel=1e-12)
+    smoothed = [0.8 * loss - 0.2 * math.log(sigmoid(-h)) for loss, h in zip(plain, (0.75, 0.0, -2.0), strict=True)]
+    assert dpo_losses(ratios, dpo(label_smoothing=0.2)).tolist() == pytest.approx(smoothed, rel=1e-12)
+    assert dpo_losses(ratios, dpo("ipo", beta=0.25)).tolist() == pytest.approx([0.25, 4.0, 36.0], rel=1e-12)
+
+
+def test_smoothed_loss_is_smallest_where_its_labels_are_as_often_wrong() -> None:
+    """d with sigmoid(beta d) = 1 - label_smoothing; that of ipo is 1 / (2 beta)."""
+    for config, best in ((dpo(label_smoothing=0.2), math.log(4) / 0.5), (dpo("ipo"), 1.0)):
+        d = torch.tensor([[best, 0.0]], dtype=DTYPE, requires_grad=True)
+        dpo_losses(d, config).sum().backward()
+        assert d.grad is not None and d.grad.tolist() == [[pytest.approx(0.0, abs=1e-12)] * 2]
+
+
+@pytest.mark.parametrize("config", [dpo(), dpo(label_smoothing=0.1, sft_coef=0.7), dpo("ipo", beta=0.1)])
+def test_gradient_of_dpo_equals_finite_differences(config: DPOLossConfig) -> None:
+    draw = torch.Generator().manual_seed(0)
+    log_probs, reference = (-5 * torch.rand(4, 2, generator=draw, dtype=DTYPE) for _ in range(2))
+    counts = torch.tensor([[3.0, 5.0], [1.0, 2.0], [4.0, 4.0], [9.0, 1.0]], dtype=DTYPE)
+    check = torch.autograd.gradcheck(lambda x: dpo_terms(x, reference, counts, config)[0], log_probs.requires_grad_())
+    assert check
+
+
+def test_implicit_rewards_are_per_token_with_ipo_alone_and_sft_is_always() -> None:
+    log_probs, reference = torch.tensor([[-3.0, -8.0]], dtype=DTYPE), torch.tensor([[-4.0, -6.0]], dtype=DTYPE)
+    counts = torch.tensor([[2.0, 4.0]], dtype=DTYPE)
+    losses, found = dpo_terms(log_probs, reference, counts, dpo(sft_coef=2.0))
+    assert {name: value.item() for name, value in found.items()} == {
+        "accuracy": 1.0, "reward_chosen": 0.5, "reward_rejected": -1.0, "reward_margin": 1.5,
+    }  # fmt: skip
+    assert losses.item() == pytest.approx(-math.log(sigmoid(1.5)) + 2.0 * 1.5)
+    losses, found = dpo_terms(log_probs, reference, counts, dpo("ipo"))
+    assert found["reward_chosen"].item() == 0.25 and found["reward_rejected"].item() == -0.25
+    assert losses.item() == 0.0  # (1 / 2 + 2 / 4 - 1 / (2 * 0.5))^2
+
+
+def dpo_rows(order: list[int]) -> Batch:
+    """Two pairs, rows of 2 to 5 tokens in this order; the response begins at the second token."""
+    mask = torch.ones(14)
+    mask[[0, 2, 5, 9]] = 0.0
+    rows = {
+        "uid": torch.tensor([7, 7, 3, 3]),
+        "side": torch.tensor([CHOSEN, REJECTED] * 2),
+        "reference": torch.tensor([-1.0, -2.0, -3.0, -4.0], dtype=DTYPE),
+    }
+    log_probs = -torch.arange(1.0, 15.0, dtype=DTYPE)
+    return Batch(torch.arange(2, 6), tokens={"log_probs": log_probs, "response_mask": mask}, rows=rows).select(order)
+
+
+def test_dpo_loss_reads_the_response_of_each_row_in_any_order() -> None:
+    # Sums: -2, -4 - 5, -7 - 8 - 9, -11 - 12 - 13 - 14.
+    by_hand = {2: -math.log(sigmoid(0.5 * (-2 + 1 + 9 - 2))), 4: -math.log(sigmoid(0.5 * (-24 + 3 + 50 - 4)))}
+    for order in ([0, 1, 2, 3], [3, 2, 1, 0], [1, 2, 0, 3]):
+        batch = dpo_rows(order)
+        token_loss, metrics = DPOLoss(dpo())({"log_probs": batch.tokens["log_probs"]}, batch)
+        ends = token_loss[batch.lengths.cumsum(0) - 1].tolist()
+        found = {length: loss for length, loss in zip(batch.lengths.tolist(), ends, strict=True) if loss}
+        assert found == pytest.approx(by_hand, rel=1e-9) and token_loss.count_nonzero() == 2
+        assert metrics["train/reward_rejected"].value == pytest.approx(0.5 * (-7 - 46) / 2)
+        assert metrics["train/accuracy"].value == 1.0 and metrics["train/accuracy"].count == 2
+    with pytest.raises(AssertionError, match="split over micro-batches"):
+        batch = dpo_rows([0, 3])
+        DPOLoss(dpo())({"log_probs": batch.tokens["log_probs"]}, batch)
+
+
+def test_dummy_row_of_dpo_has_a_gradient_of_zero() -> None:
+    log_probs = torch.zeros(2, requires_grad=True)
+    rows = {name: torch.zeros(1, dtype=torch.int64) for name in ("uid", "side", "reference")}
+    token_loss, _ = DPOLoss(dpo("ipo", sft_coef=1.0))(
+        {"log_probs": log_probs}, Batch(torch.tensor([2]), tokens={"response_mask": torch.zeros(2)}, rows=rows)
+    )
+    token_loss.sum().backward()
+    assert token_loss.tolist() == [0.0, 0.0] and log_probs.grad is not None and log_probs.grad.tolist() == [0.0, 0.0]
