@@ -41,7 +41,7 @@ class Batch:
     lengths: int64 (B,)            tokens of each sequence, prompt plus response
     tokens:  {name: (T, ...)}      per token: input_ids, response_mask, log_probs, values, loss_weight, ...
     rows:    {name: (B, ...)}      per sequence: group (of its prompt), trajectory, part, uid (data row), score, last_value, ...
-    objects: {name: list of B}     strings and other Python objects; controller only, never sent to workers
+    objects: {name: list of B}     strings and other Python objects; never sent to workers, which may return them
     meta:    {name: json}          for the whole batch: temperature, step
 
     ``log_probs[t]`` is the log-prob of token t given the tokens before it (0 for the first token of a sequence); ``values[t]`` is

@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from trainer.data.dataset import Prompt
 from workers.batch import Batch, repeat_rows
+from workers.roles.rollout_role import decode_responses
 
 
 def prompt_batch(prompts: Sequence[Prompt], seeds: Sequence[int], greedy: torch.Tensor) -> Batch:
@@ -23,12 +24,9 @@ def prompt_batch(prompts: Sequence[Prompt], seeds: Sequence[int], greedy: torch.
     )
 
 
-def decode_responses(answers: Batch, tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """Responses as text (B), without stop token and special tokens, as verl decodes the text that it scores."""
-    ids, ends = answers.tokens["input_ids"].numpy(), (answers.offsets[1:] - answers.rows["finished"]).tolist()
-    written: list[Any] = [ids[start:end] for start, end in zip(answers.offsets.tolist(), ends, strict=False)]
-    # NumPy arrays instead of lists: for a list, the tokenizer checks the type of every token.
-    return tokenizer.batch_decode(written, skip_special_tokens=True)
+def texts_of(answers: Batch, tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """Responses as text (B), see decode_responses. Replicas that decode have sent them."""
+    return answers.objects["response"] if "response" in answers.objects else decode_responses(answers, tokenizer)
 
 
 def decode_sessions(rows: Batch, tokenizer: PreTrainedTokenizerBase) -> list[str]:

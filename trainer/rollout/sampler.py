@@ -24,7 +24,7 @@ from trainer.rewards.requests import responses_to_score
 from trainer.rewards.scoring import Failures, Rewards, Score
 from trainer.rewards.shaping import Shaping, missing_eos_penalty, overlong_penalty
 from trainer.rollout.remote_rollout import RemoteRollout
-from trainer.rollout.responses import decode_responses, decode_sessions, in_order, join_responses, prompt_batch
+from trainer.rollout.responses import decode_sessions, in_order, join_responses, prompt_batch, texts_of
 from trainer.run.timing import Phases
 from workers.batch import Batch, counts_in
 from workers.rollout.base import Sampling
@@ -348,7 +348,7 @@ class Sampler:
         """
         if self.agents is not None:
             return self._submit_sessions(answers, asked)
-        texts = decode_responses(answers, self.tokenizer)
+        texts = texts_of(answers, self.tokenizer)
         batch = join_responses(questions, answers)
         by_servers = isinstance(self.rewards, RemoteRewards)
         requests = responses_to_score(asked, texts, batch, self.tokenizer, for_servers=by_servers)
