@@ -110,3 +110,23 @@ def test_streamed_call_returns_new_tokens_of_unfinished_responses_and_aborts_bef
     assert engine.aborted == (9,)
     assert part.rows["id"].tolist() == [4, 3] and part.rows["ended"].tolist() == [True, False]
     assert part.tokens["input_ids"].tolist() == [6, 7, 8]
+
+
+class Tokenizer:
+    def batch_decode(self, written: list[Any], skip_special_tokens: bool) -> list[str]:
+        assert skip_special_tokens
+        return [" ".join(map(str, ids.tolist())) for ids in written]
+
+
+def test_role_with_a_tokenizer_returns_the_texts_of_responses() -> None:
+    """Without the stop token, and not of the parts of responses that are streamed."""
+    prompts = Batch(
+        torch.tensor([1, 1]),
+        tokens={"input_ids": torch.tensor([5, 6])},
+        rows={"id": torch.tensor([0, 1]), "seed": torch.tensor([0, 1]), "greedy": torch.zeros(2)},
+    )
+    parts = [cast(Any, part) for part in (Engine(), None, Awake(), None)]
+    role = RolloutRole(*parts, tokenizer=cast(Any, Tokenizer()))
+    assert role.advance(prompts, SAMPLING, 9).objects == {"response": ["6", ""]}
+    assert role.advance(None, SAMPLING, 9).objects == {"response": []}
+    assert RolloutRole(*parts).advance(prompts, SAMPLING, 9).objects == {}
