@@ -456,11 +456,10 @@ class Assembly:
     def replicas_decode(self, engines: int) -> bool:
         """Whether rollout engines decode their responses.
 
-        The controller decodes for one engine while that runs its next steps; for many it would be late. It also decodes
-        responses that take several calls: texts of parts are not parts of the text.
+        The controller decodes for one engine while that runs its next steps; for many it would be late. It also decodes sessions
+        of agents, whose rows it joins.
         """
-        whole = not self.config.async_training.mode and not self.config.actor_rollout_ref.rollout.multi_turn.enable
-        return engines > 1 and whole and can_be_sent(self.tokenizer)
+        return engines > 1 and not self.config.actor_rollout_ref.rollout.multi_turn.enable and can_be_sent(self.tokenizer)
 
     def sampling(self) -> Sampling:
         models = self.config.actor_rollout_ref

@@ -65,7 +65,6 @@ def test_several_engines_decode_whole_responses(tmp_path: Path) -> None:
 
     tokenizer: Any = byte_tokenizer()
     assert decode(2) and not decode(1)
-    assert not decode(2, "async_training.mode=partial"), "texts of parts are not parts of the text"
     assert not decode(2, "rollout=vllm", "actor_rollout_ref.rollout.multi_turn.enable=true")
     tokenizer = None
     assert not decode(2), "one that cannot be sent"
