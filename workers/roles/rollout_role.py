@@ -152,8 +152,8 @@ def decode_responses(answers: Batch, tokenizer: PreTrainedTokenizerBase) -> list
     """Responses as text (B), without stop token and special tokens, as verl decodes the text that it scores."""
     ids, ends = answers.tokens["input_ids"].numpy(), (answers.offsets[1:] - answers.rows["finished"]).tolist()
     written: list[Any] = [ids[start:end] for start, end in zip(answers.offsets.tolist(), ends, strict=False)]
-    # NumPy arrays instead of lists: for a list, the tokenizer checks the type of every token.
-    return tokenizer.batch_decode(written, skip_special_tokens=True)
+    # NumPy arrays instead of lists: for a list, the tokenizer checks the type of every token. It takes no rows for one empty row.
+    return tokenizer.batch_decode(written, skip_special_tokens=True) if written else []
 
 
 def with_texts(answers: Batch, tokenizer: PreTrainedTokenizerBase) -> Batch:

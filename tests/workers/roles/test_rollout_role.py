@@ -5,6 +5,7 @@ from typing import Any, cast
 
 import torch
 
+from tests.trainer.data.tokenizers import byte_tokenizer
 from workers.batch import Batch
 from workers.roles.rollout_role import RolloutRole, requests_of
 from workers.rollout.base import Completion, NewTokens, Request, Sampling
@@ -112,12 +113,6 @@ def test_streamed_call_returns_new_tokens_of_unfinished_responses_and_aborts_bef
     assert part.tokens["input_ids"].tolist() == [6, 7, 8]
 
 
-class Tokenizer:
-    def batch_decode(self, written: list[Any], skip_special_tokens: bool) -> list[str]:
-        assert skip_special_tokens
-        return [" ".join(map(str, ids.tolist())) for ids in written]
-
-
 def test_role_with_a_tokenizer_returns_the_texts_of_responses() -> None:
     """Without the stop token, and not of the parts of responses that are streamed."""
     prompts = Batch(
@@ -126,7 +121,8 @@ def test_role_with_a_tokenizer_returns_the_texts_of_responses() -> None:
         rows={"id": torch.tensor([0, 1]), "seed": torch.tensor([0, 1]), "greedy": torch.zeros(2)},
     )
     parts = [cast(Any, part) for part in (Engine(), None, Awake(), None)]
-    role = RolloutRole(*parts, tokenizer=cast(Any, Tokenizer()))
-    assert role.advance(prompts, SAMPLING, 9).objects == {"response": ["6", ""]}
+    tokenizer = byte_tokenizer()
+    role = RolloutRole(*parts, tokenizer=tokenizer)
+    assert role.advance(prompts, SAMPLING, 9).objects == {"response": [tokenizer.decode([6]), ""]}
     assert role.advance(None, SAMPLING, 9).objects == {"response": []}
     assert RolloutRole(*parts).advance(prompts, SAMPLING, 9).objects == {}
