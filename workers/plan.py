@@ -54,8 +54,7 @@ class Plan:
     def collect(self, parts: Sequence[Batch]) -> Batch:
         """Concatenate the ranks' results and restore the row order of the global batch."""
         order = [row for share in self.shards for row in share]
-        whole = Batch.concat(parts)
-        return whole if order == sorted(order) else whole.select(torch.tensor(order).argsort())
+        return Batch.concat(parts, None if order == sorted(order) else torch.tensor(order).argsort())
 
 
 @dataclass(frozen=True, slots=True)

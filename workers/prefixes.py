@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from workers.batch import Batch
+from workers.batch import Batch, counts_in
 
 PREFIX_ENDS = "prefix_ends"
 """Row column, int64 (B, D): where the row's shared prefixes end, ascending; the last one is repeated up to D."""
@@ -107,9 +107,10 @@ def _has_turns(batch: Batch, sampled: Tensor) -> Tensor:
 
     Either tokens after its prompt were not sampled, or it is a later part of a trajectory.
     """
-    ends, tokens = batch.offsets[1:], sampled.bool().nonzero()[:, 0]
-    after_prompt = batch.lengths - batch.rows["prompt_length"]
-    holes = torch.searchsorted(tokens, ends) - torch.searchsorted(tokens, ends - after_prompt) < after_prompt
+    # Each row as two: its prompt, and what follows.
+    prompts = batch.rows["prompt_length"]
+    after_prompt = batch.lengths - prompts
+    holes = counts_in(sampled, torch.stack([prompts, after_prompt], 1).flatten())[1::2] < after_prompt
     return holes | (batch.rows["part"] > 0) if "part" in batch.rows else holes
 
 

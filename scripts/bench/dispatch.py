@@ -78,6 +78,7 @@ def steps(sequences: int, workers: int, count: int, folder: Path) -> dict[str, A
                 f"actor_rollout_ref.actor.ppo_max_token_len_per_gpu={max(4096, PROMPT + CLOCK.longest)}",
                 f"reward.custom_reward_function.path={folder}/reward.py",
                 "trainer.device=cpu", f"trainer.n_gpus_per_node={workers}", "trainer.logger=[]", "trainer.val_before_train=false",
+                "trainer.save_freq=-1",
                 f"trainer.default_local_dir={run_dir}",
             ]
         )  # fmt: skip

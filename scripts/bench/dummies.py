@@ -16,6 +16,7 @@ from workers.controller.resource_pool import ResourcePool
 from workers.engine.base import EngineSpec, Loss, LossSpec
 from workers.metric import Metric, Metrics
 from workers.plan import MicroBatches
+from workers.roles.rollout_role import with_texts
 from workers.rollout.base import RolloutSpec, Sampling
 
 PHASES = {"actor forward": "old_log_prob", "ref forward": "ref", "critic forward": "values", "rollout advance": "gen",
@@ -69,6 +70,7 @@ class Dummy:
         return self.info.rank, True
 
     def build_rollout(self, role: str, spec: RolloutSpec, source: str) -> tuple[int, bool]:
+        self.tokenizer = spec.tokenizer
         return self.info.rank, True
 
     def _timed(self, role: str, method: str, *args: Any) -> Any:
@@ -96,7 +98,8 @@ class Dummy:
             "rollout_log_probs": torch.full((len(ids),), -2.0),
             "weight_version": torch.zeros_like(ids).int(),
         }
-        return Batch(lengths, tokens, {"id": prompts.rows["id"], "finished": finished})
+        found = Batch(lengths, tokens, {"id": prompts.rows["id"], "finished": finished})
+        return found if self.tokenizer is None else with_texts(found, self.tokenizer)
 
     def forward(self, role: str, batch: Batch, plan: MicroBatches, outputs: list[str], adapter: bool, snapshot: bool) -> Batch:
         return Batch(batch.lengths, {name: torch.full((batch.total_tokens,), -2.0) for name in outputs})

@@ -3,7 +3,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workers.batch import Batch
+import workers.batch
+from workers.batch import Batch, counts_in
 
 lengths = st.lists(st.integers(0, 9), min_size=1, max_size=12)
 
@@ -50,6 +51,39 @@ def test_chunk_then_concat_is_the_batch(sizes: list[int], n: int) -> None:
     parts = batch.chunk(n)
     assert len(parts) == n and max(map(len, parts)) - min(map(len, parts)) <= 1
     assert as_lists(Batch.concat(parts)) == as_lists(batch)
+
+
+KINDS = (torch.int64, torch.float64, torch.float32, torch.bfloat16, torch.int32, torch.uint8, torch.bool)
+
+
+def test_long_and_short_rows_are_gathered_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both ways of copying, from parts with a column of each kind, one with two values per token, and empty rows and parts."""
+
+    def part(sizes: list[int], seed: int) -> Batch:
+        total, generator = sum(sizes), torch.Generator().manual_seed(seed)
+        tokens = {str(kind): torch.randint(0, 2, (total,), generator=generator).to(kind) for kind in KINDS}
+        tokens["pairs"] = torch.rand(total, 2, generator=generator)
+        tokens["trained"] = torch.rand(total, generator=generator).requires_grad_()
+        return Batch(torch.tensor(sizes, dtype=torch.int64), tokens, {"uid": torch.arange(len(sizes)) + 100 * seed})
+
+    parts = [part([300, 0, 170], 0), part([], 1), part([1, 999, 200, 0], 2)]
+    order = torch.tensor([6, 4, 0, 4, 1, 2])
+    found = Batch.concat(parts, order)
+    for forced in (0, 10**9):
+        monkeypatch.setattr(workers.batch, "LONG_ROW", forced)
+        again, selected = Batch.concat(parts, order), Batch.concat(parts).select(order)
+        for one in (again, selected):
+            assert [*one.tokens] == [*found.tokens] and torch.equal(one.lengths, found.lengths)
+            assert all(torch.equal(one.tokens[name], column) for name, column in found.tokens.items())
+            assert one.rows["uid"].tolist() == [203, 201, 0, 201, 1, 2]
+    rows = [row for one in parts for row in one.split_rows("pairs")]
+    assert torch.equal(found.tokens["pairs"], torch.cat([rows[i] for i in order.tolist()]))
+    assert found.tokens["trained"].requires_grad
+
+
+def test_tokens_of_a_mask_are_counted_by_row() -> None:
+    mask = torch.tensor([0.0, 0.5, -1.0, 0.0, 2.0])
+    assert counts_in(mask, torch.tensor([3, 0, 2])).tolist() == [2, 0, 1]
 
 
 @given(lengths)

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from configs.schema.ppo import AlgorithmConfig
 from trainer.algorithms.registry import Registry
-from trainer.algorithms.segments import counts_in, discounted_to_come, group_ids, row_ids, sum_by, sum_rows, whiten
-from workers.batch import repeat_rows
+from trainer.algorithms.segments import discounted_to_come, group_ids, row_ids, sum_by, sum_rows, whiten
+from workers.batch import counts_in, repeat_rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,7 +19,8 @@ from torch import Tensor
 
 from configs.schema.ppo import RolloutCorrectionConfig
 from trainer.algorithms.correction_rules import rejection_rules, weight_bounds
-from trainer.algorithms.segments import counts_in, row_ids, sum_by
+from trainer.algorithms.segments import row_ids, sum_by
+from workers.batch import counts_in
 from workers.metric import Metric, Metrics, Sample, masked_extreme
 
 SAFE = 20.0

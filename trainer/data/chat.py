@@ -1,9 +1,12 @@
-"""Loading of tokenizers, and the tokens that end a response. All tokenizers live on the controller."""
+"""Loading of tokenizers, and the tokens that end a response.
+
+Tokenizers live on the controller; replicas that decode responses get a copy.
+"""
 
 import os
 from pathlib import Path
 
-from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from configs.schema.common import ModelConfig, TokenizedModelConfig
 from workers.engine.hf.hf_model import check_own_code
@@ -39,6 +42,11 @@ def _template(text: str) -> str:
     if not file.is_file():
         raise ValueError(f"custom_chat_template={text}: no such file; after @, name a file with a Jinja template")
     return file.read_text(encoding="utf-8")
+
+
+def can_be_sent(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether other processes can unpickle the tokenizer: a class from a model's own code is not importable there."""
+    return isinstance(tokenizer, PreTrainedTokenizerFast) and type(tokenizer).__module__.startswith("transformers.")
 
 
 def stop_token_ids(tokenizer: PreTrainedTokenizerBase, model: ModelConfig) -> tuple[int, ...]:

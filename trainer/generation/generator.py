@@ -16,7 +16,7 @@ from trainer.rewards.remote.remote_rewards import RemoteRewards
 from trainer.rewards.requests import responses_to_score
 from trainer.rewards.scoring import Rewards, check_some_scored
 from trainer.rollout.remote_rollout import RemoteRollout
-from trainer.rollout.responses import decode_responses, join_responses, prompt_batch
+from trainer.rollout.responses import join_responses, prompt_batch, texts_of
 from workers.batch import Batch
 from workers.rollout.base import Sampling
 from workers.seeding import seed_of
@@ -62,7 +62,7 @@ class Generator:
         questions = prompt_batch(asked, seeds, greedy=torch.zeros(len(asked), dtype=torch.bool))
         answers = self.rollout.generate(questions, self.sampling, self.n)
         finished = answers.rows["finished"].bool().tolist()
-        texts = decode_responses(answers, self.tokenizer)
+        texts = texts_of(answers, self.tokenizer)
         columns: dict[str, list] = {
             "responses": texts,
             "log_probs": [values.double().sum().item() for values in answers.split_rows("rollout_log_probs")],

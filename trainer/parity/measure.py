@@ -10,7 +10,6 @@ import numpy as np
 import torch
 
 from configs.schema.common import Sharding
-from trainer.algorithms.segments import counts_in
 from trainer.cluster.remote import RemoteModel
 from trainer.cluster.watchdog import Watchdog
 from trainer.data.dataset import Prompt
@@ -18,7 +17,7 @@ from trainer.parity.agreement import EngineResponses
 from trainer.rollout.remote_rollout import RemoteRollout
 from trainer.rollout.responses import join_responses, prompt_batch
 from trainer.rollout.rollout_builder import start_weight_source
-from workers.batch import Batch
+from workers.batch import Batch, counts_in
 from workers.controller.group import WorkerGroup
 from workers.controller.rpc import worker_call
 from workers.roles.worker import Worker

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from configs.schema.common import ModelConfig, ShardedConfig, steps_between
 from configs.schema.placement import Placement
-from configs.schema.ppo import ActorConfig, CriticConfig, PPOConfig, wants_truth
+from configs.schema.ppo import ActorConfig, CriticConfig, PPOConfig, RolloutEngineConfig, wants_truth
 from configs.validation.batches import cuts, roles_of, wants_ref
 from configs.validation.placement import placement_of
 from trainer import harness
@@ -32,7 +32,7 @@ from trainer.cluster.launch import RunWorkers, open_backend, start_pools
 from trainer.cluster.remote import BaseModel, RemoteModel
 from trainer.cluster.role_builder import Training, limits, start_model, value_head
 from trainer.cluster.watchdog import Watchdog
-from trainer.data.chat import load_tokenizer
+from trainer.data.chat import can_be_sent, load_tokenizer
 from trainer.data.dataset import PromptDataset, PromptStream
 from trainer.data.encoding import encode
 from trainer.data.files import first_value
@@ -118,7 +118,7 @@ def opened(assembly: type[Assembly], config: PPOConfig, lifecycle: RunLifecycle,
             place,
             config.timeouts,
             engine=rollout.name,
-            engine_ranks=1 if rollout.name == "embedded" else rollout.tensor_model_parallel_size,
+            engine_ranks=engine_ranks(rollout),
             replacement=lifecycle.replacement,
         )
         parts = assembly(config, place, workers, lifecycle, tokenizer)
@@ -171,6 +171,11 @@ def reader(config: PPOConfig) -> Tokenizer:
         except ValueError as error:
             raise ValueError(f"{key}={name}, row 0: {error}") from error
     return tokenizer
+
+
+def engine_ranks(rollout: RolloutEngineConfig) -> int:
+    """Number of ranks that form one rollout engine."""
+    return 1 if rollout.name == "embedded" else rollout.tensor_model_parallel_size
 
 
 def wants_critic(config: PPOConfig) -> bool:
@@ -441,9 +446,20 @@ class Assembly:
 
     def rollout(self) -> RemoteRollout:
         models = self.config.actor_rollout_ref
-        spec = rollout_spec(models.model, models.rollout, self.config.data, self.config.trainer.device, self.lifecycle.run_dir)
         workers, replicas = self.workers.of_role, self.workers.replicas
+        engines = len(replicas.groups) if replicas else workers["rollout"].world_size // engine_ranks(models.rollout)
+        tokenizer = self.tokenizer if self.replicas_decode(engines) else None
+        on = (self.config.trainer.device, self.lifecycle.run_dir)
+        spec = rollout_spec(models.model, models.rollout, self.config.data, *on, tokenizer)
         return RemoteRollout(replicas or workers["rollout"], spec, "actor", self.watchdog, trainers=workers["actor"])
+
+    def replicas_decode(self, engines: int) -> bool:
+        """Whether rollout engines decode their responses.
+
+        The controller decodes for one engine while that runs its next steps; for many it would be late. It also decodes sessions
+        of agents, whose rows it joins.
+        """
+        return engines > 1 and not self.config.actor_rollout_ref.rollout.multi_turn.enable and can_be_sent(self.tokenizer)
 
     def sampling(self) -> Sampling:
         models = self.config.actor_rollout_ref

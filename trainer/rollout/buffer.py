@@ -23,13 +23,15 @@ from workers.batch import Batch
 class PendingResponse:
     """A response so far. parts: by column, what each call has added. finished: 1: terminated, 0: truncated, None: neither.
 
-    session: of an agent; rows: its rows when it has finished. Both replace parts.
+    text: of a response that ended in the call that began it, if replicas decode; otherwise the controller does. session: of an
+    agent; rows: its rows when it has finished. Both replace parts.
     """
 
     seed: int
     greedy: bool
     parts: dict[str, list[Tensor]] = field(default_factory=lambda: {name: [] for name in COLUMNS})
     finished: int | None = None
+    text: str | None = None
     session: Session | None = None
     rows: Batch | None = None
 
@@ -59,10 +61,12 @@ class PendingGroup:
         if rows := [response.rows for response in self.responses if response.rows is not None]:
             return Batch.concat([one.with_rows(id=torch.full((len(one),), id)) for id, one in zip(ids, rows, strict=True)])
         columns = {name: [response.column(name) for response in self.responses] for name in COLUMNS}
+        texts = [response.text for response in self.responses]
         return Batch(
             lengths=torch.tensor([len(row) for row in columns["input_ids"]], dtype=torch.int64),
             tokens={name: torch.cat(rows) for name, rows in columns.items()},
             rows={"id": torch.tensor(ids), "finished": torch.tensor([response.finished for response in self.responses])},
+            objects={} if None in texts else {"response": texts},
         )
 
 
@@ -148,8 +152,11 @@ class GroupBuffer:
         if self.agents is not None:
             return self._add_sessions(sampled)
         columns = {name: sampled.split_rows(name) for name in COLUMNS}
+        texts = sampled.objects.get("response")
         for row, id in enumerate(sampled.rows["id"].tolist()):
             response, group = self._response(id), self._groups[id // self.n]
+            # The text of a part is no part of the text.
+            response.text = texts[row] if texts is not None and not response.parts["input_ids"] else None
             for name, parts in response.parts.items():
                 parts.append(columns[name][row])
             if ended:

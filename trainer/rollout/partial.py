@@ -25,7 +25,7 @@ from trainer.data.dataset import Prompt, PromptStream
 from trainer.rollout.buffer import GroupBuffer, PendingGroup
 from trainer.rollout.group_filtering import Tally
 from trainer.rollout.policies import KeptGroups
-from trainer.rollout.responses import prompt_batch
+from trainer.rollout.responses import in_order, prompt_batch
 from trainer.rollout.sampler import Overlap, Sampler
 from trainer.run.timing import Phases
 from trainer.tracking.metrics import staleness_metrics
@@ -199,7 +199,7 @@ class PartialRollouts:
         """Wait for the scores of ``groups``, which were ``submitted``; see Sampler.finish_scoring and with_penalties."""
         asked = [group.prompt for group in groups for _ in group.responses]
         samples = [sample for group in groups for sample in range(self.buffer.n)]
-        batch = Batch.concat(submitted).with_meta({"temperature": sampler.sampling.temperature})
+        batch = in_order(submitted).with_meta({"temperature": sampler.sampling.temperature})
         batch = sampler.finish_scoring(batch, asked, samples, phases, n=sampler.n, step=step, trains=True, overlap=overlap)
         return sampler.with_penalties(batch)
 

@@ -132,10 +132,10 @@ class RemoteRollout:
 
     def generate(self, prompts: Batch, sampling: Sampling, group_size: int) -> Batch:
         """Generate a response to each row of ``prompts``; as ``stream``, in the order of the prompts and without rows["id"]."""
-        whole = Batch.concat([*self.stream(prompts, sampling, group_size)])
-        in_order = whole.select(whole.rows["id"].argsort())
-        del in_order.rows["id"]
-        return in_order
+        parts = [*self.stream(prompts, sampling, group_size)]
+        whole = Batch.concat(parts, torch.cat([part.rows["id"] for part in parts]).argsort())
+        del whole.rows["id"]
+        return whole
 
     def stream(self, prompts: Batch, sampling: Sampling, group_size: int) -> Iterator[Batch]:
         """Generate a response to each row of ``prompts``; yields responses, without the prompts, as they end.

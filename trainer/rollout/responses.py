@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from trainer.data.dataset import Prompt
 from workers.batch import Batch, repeat_rows
+from workers.roles.rollout_role import decode_responses
 
 
 def prompt_batch(prompts: Sequence[Prompt], seeds: Sequence[int], greedy: torch.Tensor) -> Batch:
@@ -23,12 +24,9 @@ def prompt_batch(prompts: Sequence[Prompt], seeds: Sequence[int], greedy: torch.
     )
 
 
-def decode_responses(answers: Batch, tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """Responses as text (B), without stop token and special tokens, as verl decodes the text that it scores."""
-    ids, ends = answers.tokens["input_ids"].numpy(), (answers.offsets[1:] - answers.rows["finished"]).tolist()
-    written: list[Any] = [ids[start:end] for start, end in zip(answers.offsets.tolist(), ends, strict=False)]
-    # NumPy arrays instead of lists: for a list, the tokenizer checks the type of every token.
-    return tokenizer.batch_decode(written, skip_special_tokens=True)
+def texts_of(answers: Batch, tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """Responses as text (B), see decode_responses. Replicas that decode have sent them."""
+    return answers.objects["response"] if "response" in answers.objects else decode_responses(answers, tokenizer)
 
 
 def decode_sessions(rows: Batch, tokenizer: PreTrainedTokenizerBase) -> list[str]:
@@ -43,19 +41,16 @@ def join_responses(questions: Batch, answers: Batch) -> Batch:
 
     Tokens (T,): input_ids, response_mask, rollout_log_probs (0 in prompts), weight_version (-1 in prompts).
     """
-    whole = Batch(questions.lengths + answers.lengths)
-    is_answer = whole.positions() >= repeat_rows(questions.lengths, whole.lengths)
-    # masked_scatter fills the positions of a mask in order, which merges the two flat batches without a loop over rows.
-    ids = torch.empty(len(is_answer), dtype=torch.int64).masked_scatter_(~is_answer, questions.tokens["input_ids"])
-    log_probs = torch.zeros(len(is_answer))
-    versions = torch.full((len(is_answer),), -1, dtype=torch.int32)
-    return Batch(
-        lengths=whole.lengths,
-        tokens={
-            "input_ids": ids.masked_scatter_(is_answer, answers.tokens["input_ids"]),
-            "response_mask": is_answer.float(),
-            "rollout_log_probs": log_probs.masked_scatter_(is_answer, answers.tokens["rollout_log_probs"]),
-            "weight_version": versions.masked_scatter_(is_answer, answers.tokens["weight_version"]),
-        },
-        rows={"prompt_length": questions.lengths} | answers.rows,
-    )
+    n, total = len(questions), questions.total_tokens
+    columns = {"rollout_log_probs": torch.zeros(total), "weight_version": torch.full((total,), -1, dtype=torch.int32)}
+    asked = questions.only(tokens=["input_ids"]).with_tokens(**columns)
+    # As rows of their own, alternating: the columns of both are then those of the sequences.
+    turns = Batch.concat([asked, answers.only(tokens=[*asked.tokens])], torch.arange(2 * n).view(2, n).T.flatten())
+    mask = repeat_rows(torch.tensor([0.0, 1.0]).repeat(n), turns.lengths)
+    tokens = {"input_ids": turns.tokens["input_ids"], "response_mask": mask} | turns.tokens
+    return Batch(questions.lengths + answers.lengths, tokens, {"prompt_length": questions.lengths} | answers.rows)
+
+
+def in_order(parts: Sequence[Batch]) -> Batch:
+    """Concatenate batches, with their rows in the order of rows["id"]."""
+    return Batch.concat(parts, torch.cat([part.rows["id"] for part in parts]).argsort(stable=True))

@@ -30,11 +30,12 @@ def rollout_spec(
     data: PromptConfig,
     device: Literal["cpu", "cuda"],
     run_dir: Path | None = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> RolloutSpec:
-    """Specification of the rollout engine. run_dir: None for a program without a run directory."""
+    """Specification of the rollout engine. run_dir: None for a program without a run directory. tokenizer: see RolloutSpec."""
     max_model_len = rollout.max_model_len or data.max_prompt_length + data.max_response_length
     absolute_run_dir = None if run_dir is None else run_dir.absolute()
-    return RolloutSpec(model=model, rollout=rollout, max_model_len=max_model_len, device=device, run_dir=absolute_run_dir)
+    return RolloutSpec(model, rollout, max_model_len, device, absolute_run_dir, tokenizer)
 
 
 def start_weight_source(

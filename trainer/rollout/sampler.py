@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from configs.schema.ppo import RewardConfig
 from trainer.agents.sessions.session_flow import AgentSessions, Flow, Session, SessionFlow, agent_metrics
-from trainer.algorithms.segments import counts_in, last_in, sum_rows
+from trainer.algorithms.segments import last_in, sum_rows
 from trainer.algorithms.trajectories import Trajectories
 from trainer.cluster.watchdog import Watchdog
 from trainer.data.dataset import Prompt, PromptStream
@@ -24,9 +24,9 @@ from trainer.rewards.requests import responses_to_score
 from trainer.rewards.scoring import Failures, Rewards, Score
 from trainer.rewards.shaping import Shaping, missing_eos_penalty, overlong_penalty
 from trainer.rollout.remote_rollout import RemoteRollout
-from trainer.rollout.responses import decode_responses, decode_sessions, join_responses, prompt_batch
+from trainer.rollout.responses import decode_sessions, in_order, join_responses, prompt_batch, texts_of
 from trainer.run.timing import Phases
-from workers.batch import Batch
+from workers.batch import Batch, counts_in
 from workers.rollout.base import Sampling
 from workers.seeding import seed_of
 
@@ -210,7 +210,7 @@ class Sampler:
         self, parts: Sequence[Batch], requested: Requested, step: int, phases: Phases, overlap: Overlap | None = None
     ) -> Batch:
         """Wait for the scores of ``parts``, what ``submit_rows`` returned; returns what ``sample_to_train`` does."""
-        batch = Batch.concat(parts).with_meta({"temperature": self.sampling.temperature})
+        batch = in_order(parts).with_meta({"temperature": self.sampling.temperature})
         batch = self.finish_scoring(
             batch, requested.prompts, requested.samples, phases, n=self.n, step=step, trains=True, overlap=overlap
         )
@@ -245,7 +245,7 @@ class Sampler:
         """
         requested = self._request(prompts, n, n, purpose, step)
         parts = self._generate(requested, sampling, phases)
-        batch = Batch.concat(parts).with_meta({"temperature": sampling.temperature})
+        batch = in_order(parts).with_meta({"temperature": sampling.temperature})
         return self.finish_scoring(
             batch, requested.prompts, requested.samples, phases, n=n, step=step, trains=False, overlap=None
         )
@@ -286,7 +286,7 @@ class Sampler:
     ) -> Batch:
         """Wait for the scores of submitted responses, and add those of reward models.
 
-        batch: what ``submit`` returned, in any order; rows["id"] are places in ``asked`` and ``samples`` (B). n: samples before
+        batch: what ``submit`` returned, ``in_order``; rows["id"] are places in ``asked`` and ``samples`` (B). n: samples before
         the greedy one. trains: scores update the running moments of reward models. overlap: see ``next_batch``; its columns are
         added.
 
@@ -298,7 +298,6 @@ class Sampler:
         objects: prompt, response, ground_truth, data_source, reward_extra, reward_error.
         """
         with phases("reward"), self.watchdog.own("reward", "scoring", f"{len(asked)} answers"):
-            batch = batch.select(batch.rows["id"].argsort(stable=True))  # they came as they ended
             scores = self._finish(batch.rows["score_key"].tolist())
         of_row: list[int] = batch.rows["id"].tolist()
         if len(batch) > len(asked):  # sessions of several rows
@@ -349,7 +348,7 @@ class Sampler:
         """
         if self.agents is not None:
             return self._submit_sessions(answers, asked)
-        texts = decode_responses(answers, self.tokenizer)
+        texts = texts_of(answers, self.tokenizer)
         batch = join_responses(questions, answers)
         by_servers = isinstance(self.rewards, RemoteRewards)
         requests = responses_to_score(asked, texts, batch, self.tokenizer, for_servers=by_servers)

@@ -12,11 +12,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from torch import Tensor
 
-from trainer.algorithms.segments import counts_in
 from trainer.run.logger import Sample
 from trainer.run.run_dir import rollouts_file
 from trainer.tracking.conversation import conversation_of
-from workers.batch import Batch
+from workers.batch import Batch, counts_in
 
 
 def first_samples(batch: Batch, n: int) -> list[Sample]:

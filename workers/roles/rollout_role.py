@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -17,6 +17,8 @@ from workers.rollout.base import Completion, NewTokens, Request, Rollout, Sampli
 
 # The controller imports this module to name the methods that it calls: it must not load transformers.
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from workers.rollout.sync.weight_sync import WeightSync
 
 
@@ -31,11 +33,12 @@ class RolloutRole:
         sync: WeightSync,
         during: Callable[[], AbstractContextManager[None]] = nullcontext,
         gc_time: GCTime | None = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
     ) -> None:
         """source: the role in this process whose weights the engine uses; None: it is in another process.
 
         sync: transfers the weights from it to the engine, within a ``during()``. gc_time: of this process, reported with each
-        sync.
+        sync. tokenizer: decodes responses; None: the controller does.
         """
         self.rollout = rollout
         self.source = source
@@ -43,6 +46,7 @@ class RolloutRole:
         self.sync = sync
         self.during = during
         self.gc_time = gc_time
+        self.tokenizer = tokenizer
 
     def sync_weights(self, version: int, keep_cache: bool = False) -> Metrics:
         """Bring the engine's weights up to date; a source in this process may leave the device afterwards. Collective.
@@ -76,7 +80,8 @@ class RolloutRole:
         of requests that are ended before. streams: also return the new tokens of unfinished requests.
 
         Returned tokens: input_ids, rollout_log_probs, weight_version (T,). Returned rows: id, finished (1: terminated, 0:
-        truncated); with ``streams`` also ended (bool), of which all tokens are returned.
+        truncated); with ``streams`` also ended (bool), of which all tokens are returned. Returned objects, with a tokenizer and
+        without ``streams``: response, the text of what is returned.
         """
         self.memory_scheduler.enter("generate")
         if abort:
@@ -89,7 +94,8 @@ class RolloutRole:
             ended += self.rollout.step()
             steps -= 1
         if not streams:
-            return answers(ended)
+            found = answers(ended)
+            return found if self.tokenizer is None else with_texts(found, self.tokenizer)
         return suspended([*ended, *map(NewTokens.partial, self.rollout.new_tokens())])
 
     def suspend(self) -> Batch:
@@ -140,6 +146,19 @@ def answers(completions: list[Completion]) -> Batch:
             "finished": torch.tensor([c.finish_reason == "stop" for c in completions], dtype=torch.int64),
         },
     )
+
+
+def decode_responses(answers: Batch, tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """Responses as text (B), without stop token and special tokens, as verl decodes the text that it scores."""
+    ids, ends = answers.tokens["input_ids"].numpy(), (answers.offsets[1:] - answers.rows["finished"]).tolist()
+    written: list[Any] = [ids[start:end] for start, end in zip(answers.offsets.tolist(), ends, strict=False)]
+    # NumPy arrays instead of lists: for a list, the tokenizer checks the type of every token. It takes no rows for one empty row.
+    return tokenizer.batch_decode(written, skip_special_tokens=True) if written else []
+
+
+def with_texts(answers: Batch, tokenizer: PreTrainedTokenizerBase) -> Batch:
+    """The responses with objects["response"], their texts."""
+    return replace(answers, objects={"response": decode_responses(answers, tokenizer)})
 
 
 def suspended(completions: list[Completion]) -> Batch:

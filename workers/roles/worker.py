@@ -128,8 +128,9 @@ class Worker:
             rollout = make_rollout(spec, self.info)
         self.memory_scheduler.add_rollout(rollout, free_cache_engine=spec.rollout.free_cache_engine)
         sync = WeightSync(rollout, weights, spec.rollout, self.info.rank)
-        self.roles[role] = RolloutRole(rollout, source, self.memory_scheduler, sync, during, self._gc_time)
         replica, rank_in_it = divmod(self.info.rank, rollout.tensor_parallel_size)
+        tokenizer = None if rank_in_it else spec.tokenizer  # the results of the other ranks are not used
+        self.roles[role] = RolloutRole(rollout, source, self.memory_scheduler, sync, during, self._gc_time, tokenizer)
         return replica, rank_in_it == 0
 
     def offer_weights(self, role: str, receivers: int, replica: int = 0) -> Rendezvous | None:

@@ -22,6 +22,7 @@ from workers.rollout.verification import HeldWeight, Lines
 
 if TYPE_CHECKING:
     from peft import LoraConfig
+    from transformers import PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +131,7 @@ class RolloutSpec:
     """Everything that a rollout engine is built from.
 
     max_model_len: maximum length of prompt and response together, in tokens. run_dir: directory for progress reports
-    (progress.py); None: no reports.
+    (progress.py); None: no reports. tokenizer: with which the role decodes responses, see RolloutRole; no engine reads it.
     """
 
     model: ModelConfig
@@ -138,6 +139,7 @@ class RolloutSpec:
     max_model_len: int
     device: Literal["cpu", "cuda"]
     run_dir: Path | None = None
+    tokenizer: PreTrainedTokenizerBase | None = None
 
 
 class EngineAsleep(RuntimeError):

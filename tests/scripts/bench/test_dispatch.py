@@ -1,8 +1,12 @@
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 
+from data_preprocess import tiny_model
+from scripts.bench.dispatch import REWARD, steps
 from scripts.bench.suite import PARTS, ROOT, run_bench
+from workers.batch import Batch
 
 
 @pytest.mark.soak
@@ -30,3 +34,20 @@ def test_quick_run_reports_controller_time_and_object_store_bytes() -> None:
     assert report["steps"][0]["controller_cpu_s"] > 0 and 0 < store["round_trip_ms"]["call"] < store["round_trip_ms"]["batch"]
     figures = {name: figure.of(report) for name, figure in part.figures.items()}
     assert figures["bytes into and out of the store, over the batch's"] < 2.02
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_controller_decodes_for_one_worker_and_several_decode_themselves(
+    workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[int] = []
+
+    def decode(answers: Batch, _: object) -> list[str]:
+        calls.append(len(answers))
+        return ["1"] * len(answers)
+
+    monkeypatch.setattr("trainer.rollout.responses.decode_responses", decode)
+    tiny_model.main([f"--save_dir={tmp_path / 'model'}"])
+    (tmp_path / "reward.py").write_text(REWARD)
+    assert steps(16, workers, 1, tmp_path)["sequences"] == 16
+    assert calls == ([16, 16, 16] if workers == 1 else [])

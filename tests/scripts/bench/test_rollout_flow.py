@@ -9,8 +9,7 @@ import torch
 
 import trainer.rollout.remote_rollout as remote_rollout
 from scripts.bench.rollout_flow import Mode, Settings, SimulatedEngine, Simulation, main
-from trainer.algorithms.segments import counts_in
-from workers.batch import Batch
+from workers.batch import Batch, counts_in
 from workers.controller.group import WorkerInfo
 from workers.controller.local_backend import LocalBackend
 from workers.rollout.base import Sampling

@@ -2,8 +2,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.algorithms.segments import counts_in, first_in, last_in, row_ids, sum_by, sum_rows
-from workers.batch import Batch
+from trainer.algorithms.segments import first_in, last_in, row_ids, sum_by, sum_rows
+from workers.batch import Batch, counts_in
 
 
 @given(st.lists(st.tuples(st.integers(1, 6), st.integers(0, 7)), min_size=1, max_size=9))

@@ -7,7 +7,8 @@ import pytest
 from configs.schema.common import TokenizedModelConfig
 from tests.tiny import model_config
 from tests.trainer.data.tokenizers import byte_tokenizer
-from trainer.data.chat import load_tokenizer, stop_token_ids
+from trainer.data.chat import can_be_sent, load_tokenizer, stop_token_ids
+from workers.controller.rpc import pack, unpack
 
 
 def model(path: Path, tokenizer_path: str | None = None) -> TokenizedModelConfig:
@@ -52,3 +53,13 @@ def test_another_chat_template_as_text_or_in_a_file(tmp_path: Path) -> None:
         assert tokenizer.apply_chat_template([{"role": "user", "content": "hello"}], tokenize=False) == "<hello>"
     with pytest.raises(ValueError, match=r"custom_chat_template=@nowhere\.jinja: no such file; after @, name a file"):
         load_tokenizer(model_config(str(tmp_path), custom_chat_template="@nowhere.jinja"))
+
+
+def test_tokenizer_that_is_sent_decodes_alike() -> None:
+    tokenizer = byte_tokenizer()
+    assert can_be_sent(tokenizer)
+    sent, ids = unpack(pack(tokenizer)), [list(range(len(tokenizer)))]
+    for special in (False, True):
+        assert sent.batch_decode(ids, skip_special_tokens=special) == tokenizer.batch_decode(ids, skip_special_tokens=special)
+    tokenizer.__class__ = type("OwnTokenizer", (type(tokenizer),), {"__module__": "transformers_modules.own"})
+    assert not can_be_sent(tokenizer), "no worker could import its class"

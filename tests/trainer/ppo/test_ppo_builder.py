@@ -9,6 +9,7 @@ import pytest
 from configs.compose import compose
 from configs.schema.ppo import PPOConfig
 from tests.tiny import save_tiny_model
+from tests.trainer.data.tokenizers import byte_tokenizer
 from trainer.data.dataset import PromptStream
 from trainer.data.order import DataOrder
 from trainer.ppo import ppo_builder
@@ -55,3 +56,15 @@ def test_dynamic_sampling_with_partial_rollouts_needs_a_batch_of_prompts_in_an_e
     stream.order = DataOrder(10, 6, seed=0, shuffle=False)
     with pytest.raises(ValueError, match=r"data.gen_batch_size=6: an epoch has 1 \* 6 = 6 prompts, .*train_batch_size=8 at"):
         ppo_builder.Assembly.batch_policy(parts, stream)
+
+
+def test_several_engines_decode_whole_responses(tmp_path: Path) -> None:
+    def decode(engines: int, *overrides: str) -> bool:
+        parts = cast(Any, SimpleNamespace(config=compose("ppo_trainer", PPOConfig, overrides), tokenizer=tokenizer))
+        return ppo_builder.Assembly.replicas_decode(parts, engines)
+
+    tokenizer: Any = byte_tokenizer()
+    assert decode(2) and not decode(1)
+    assert not decode(2, "rollout=vllm", "actor_rollout_ref.rollout.multi_turn.enable=true")
+    tokenizer = None
+    assert not decode(2), "one that cannot be sent"

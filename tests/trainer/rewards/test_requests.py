@@ -10,8 +10,8 @@ from trainer.rewards.conversations import tokenizer_fingerprint
 from trainer.rewards.remote.openrlhf_protocol import from_request, to_request
 from trainer.rewards.requests import responses_to_score
 from trainer.rewards.scoring import Response
-from trainer.rollout.responses import decode_responses
 from workers.batch import Batch
+from workers.roles.rollout_role import decode_responses
 
 
 def test_special_tokens_are_excluded_from_scored_text_and_sent_to_servers(tmp_path: Path) -> None:

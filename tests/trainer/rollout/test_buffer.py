@@ -2,6 +2,7 @@
 
 import random
 from collections import Counter
+from dataclasses import replace
 from itertools import chain
 
 import pytest
@@ -174,3 +175,16 @@ def test_arrays_restore_every_group_and_an_empty_buffer() -> None:
     assert len(empty) == 0 and empty.unfinished() == []
     restored.load_arrays({})
     assert len(restored) == 0 and restored.tick == 7, "a checkpoint of a run without partial rollouts"
+
+
+def test_groups_whose_responses_ended_in_one_call_each_keep_their_texts() -> None:
+    """The texts of the parts of a response are not those of the response: the controller decodes the group then."""
+    buffer = new_buffer()
+    for ordinal in (0, 1):
+        admit(buffer, ordinal, step=1)
+    buffer.add(sampled({5: [4]}, 0), ended=False)
+    for ids in ((2, 0), (1, 3, 4, 5)):
+        ended = sampled({id: [id] for id in ids}, 0)
+        buffer.add(replace(ended, objects={"response": [f"text {id}" for id in ids]}), ended=True)
+    whole, interrupted = (group.batch(range(N)) for group in buffer.remove([0, 1]))
+    assert whole.objects == {"response": ["text 0", "text 1", "text 2"]} and interrupted.objects == {}

@@ -29,10 +29,11 @@ from trainer.rewards.remote.remote_rewards import RemoteRewards
 from trainer.rewards.scoring import Failures
 from trainer.rewards.shaping import RunningMoments, Shaping
 from trainer.rollout.policies import FilteredRounds, OneRound
-from trainer.rollout.responses import decode_responses, join_responses
+from trainer.rollout.responses import join_responses
 from trainer.rollout.sampler import Sampler, token_rewards
 from trainer.run.timing import Phases
 from workers.batch import Batch
+from workers.roles.rollout_role import decode_responses
 from workers.rollout.base import Sampling
 from workers.seeding import seed_of
 

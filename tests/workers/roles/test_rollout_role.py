@@ -5,6 +5,7 @@ from typing import Any, cast
 
 import torch
 
+from tests.trainer.data.tokenizers import byte_tokenizer
 from workers.batch import Batch
 from workers.roles.rollout_role import RolloutRole, requests_of
 from workers.rollout.base import Completion, NewTokens, Request, Sampling
@@ -110,3 +111,18 @@ def test_streamed_call_returns_new_tokens_of_unfinished_responses_and_aborts_bef
     assert engine.aborted == (9,)
     assert part.rows["id"].tolist() == [4, 3] and part.rows["ended"].tolist() == [True, False]
     assert part.tokens["input_ids"].tolist() == [6, 7, 8]
+
+
+def test_role_with_a_tokenizer_returns_the_texts_of_responses() -> None:
+    """Without the stop token, and not of the parts of responses that are streamed."""
+    prompts = Batch(
+        torch.tensor([1, 1]),
+        tokens={"input_ids": torch.tensor([5, 6])},
+        rows={"id": torch.tensor([0, 1]), "seed": torch.tensor([0, 1]), "greedy": torch.zeros(2)},
+    )
+    parts = [cast(Any, part) for part in (Engine(), None, Awake(), None)]
+    tokenizer = byte_tokenizer()
+    role = RolloutRole(*parts, tokenizer=tokenizer)
+    assert role.advance(prompts, SAMPLING, 9).objects == {"response": [tokenizer.decode([6]), ""]}
+    assert role.advance(None, SAMPLING, 9).objects == {"response": []}
+    assert RolloutRole(*parts).advance(prompts, SAMPLING, 9).objects == {}

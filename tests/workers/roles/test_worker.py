@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from tests.tiny import save_tiny_model
+from tests.trainer.data.tokenizers import byte_tokenizer
 from tests.workers.rollout.engines import spec_of
 from workers.controller.group import WorkerInfo
 from workers.controller.ports import free_port
@@ -107,6 +108,7 @@ def test_a_hosts_memory_is_that_of_its_process_and_of_those_it_started() -> None
 
 def test_an_engine_that_is_apart_does_not_sleep_and_gets_half_a_bucket_at_a_time(tmp_path: Path) -> None:
     worker, spec = Worker(info(), "cpu", 600.0), spec_of(save_tiny_model(tmp_path), update_weights_bucket_megabytes=6)
+    spec = replace(spec, tokenizer=byte_tokenizer())
     _, port = Channel.offered("127.0.0.1", 1, "cpu", timedelta(seconds=9))
     try:
         assert spec.rollout.free_cache_engine
@@ -114,7 +116,7 @@ def test_an_engine_that_is_apart_does_not_sleep_and_gets_half_a_bucket_at_a_time
         role = worker.roles["rollout"]
         assert isinstance(role, RolloutRole) and isinstance(role.sync.source, Receiver)
         assert role.rollout._weights_awake and not role.sync.config.free_cache_engine
-        assert role.sync.source._bucket_bytes == 3 * 2**20
+        assert role.sync.source._bucket_bytes == 3 * 2**20 and role.tokenizer is spec.tokenizer
         worker.memory_scheduler.enter("generate")
     finally:
         worker.close()

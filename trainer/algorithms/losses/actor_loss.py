@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -191,9 +192,11 @@ def entropy_mask(response_mask: Tensor) -> Tensor:
     spread for any pattern of lengths, and computed before the split, hence independent of ranks and micro-batches.
     """
     trained = response_mask.bool()
-    number = torch.arange(int(trained.count_nonzero()), device=trained.device)
-    # Fixed point: 2654435769 = 2^32 / golden ratio, and 2^28 = 2^32 / 16. Integers, since a float32 n * ratio loses its fraction.
-    return trained.masked_scatter(trained, number.mul_(2654435769).bitwise_and_(2**32 - 1) < 2**28)
+    number = np.arange(int(trained.count_nonzero()), dtype=np.uint32)
+    # Fixed point, modulo 2^32: 2654435769 = 2^32 / golden ratio, and 2^28 = 2^32 / 16. Integers, since a float32 n * ratio loses
+    # its fraction.
+    number *= np.uint32(2654435769)
+    return trained.masked_scatter(trained, torch.from_numpy(number < 2**28).to(trained.device))
 
 
 def importance(inputs: PolicyLossInputs, is_weights: Tensor, needs: frozenset[str]) -> Tensor:
