@@ -52,8 +52,8 @@ class Rule:
     """A foreign key with values that are translated or left out.
 
     why: reason, for the warning. cases: the first that matches applies. otherwise: remedy for any other value. same_as: instead
-    of the cases, the key whose value it must equal. no_effect_with: values of other keys on the same command line with which every
-    value is left out.
+    of the cases, the key whose value it must equal. no_effect_with: values of other keys, on the same command line, with which
+    every value is left out.
     """
 
     why: str
