@@ -52,16 +52,20 @@ class Rule:
     """A foreign key with values that are translated or left out.
 
     why: reason, for the warning. cases: the first that matches applies. otherwise: remedy for any other value. same_as: instead
-    of the cases, the key whose value it must equal.
+    of the cases, the key whose value it must equal. no_effect_with: values of other keys, on the same command line, with which
+    every value is left out.
     """
 
     why: str
     cases: Sequence[Case] = (Case(),)
     otherwise: str = ""
     same_as: str | None = None
+    no_effect_with: Mapping[str, Any] = field(default_factory=dict)
 
     def case(self, value: Any, typed: Callable[[str], Any]) -> Case | None:
         """The case that applies. typed: returns the value of another key on the same command line, None if absent."""
+        if any(typed(key) == setting for key, setting in self.no_effect_with.items()):
+            return Case()
         if self.same_as is not None:
             return Case() if value in (f"${{{self.same_as}}}", typed(self.same_as)) else None
         return next((case for case in self.cases if case.takes(value)), None)
@@ -166,7 +170,9 @@ def compat() -> Compat:
     accepted = {
         key: Rule(entry)
         if isinstance(entry, str)
-        else Rule(entry["why"], [Case(entry.get("values"))], entry["otherwise"], entry.get("same_as"))
+        else Rule(
+            entry["why"], [Case(entry.get("values"))], entry["otherwise"], entry.get("same_as"), entry.get("no_effect_with", {})
+        )
         for key, entry in tree["accepted"].items()
     }
     numbers = {key: Differs(**entry) for key, entry in tree["numbers"].items()}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import re
 import sys
 import threading
 from collections.abc import Iterator
@@ -42,6 +43,7 @@ _NAMES: dict[str, dict[str, str]] = {
         "AgentLoopBase", "AgentLoopMetrics", "AgentLoopOutput", "AsyncLLMServerManager", "TokenOutput", "register"
     ),
     "verl.experimental.agent_loop": _loops("AgentLoopBase", "AgentLoopOutput", "AsyncLLMServerManager", "register"),
+    "verl.workers.rollout.replica": _loops("TokenOutput"),
     "verl.experimental.agent_loop.tool_parser": _loops("FunctionCall", "ToolParser"),
     "verl.experimental.agent_loop.utils": _loops("add_generation_prompt_for_gpt_oss", "format_gpt_oss_tool_response_manually"),
     "verl.utils.dataset": {"RLHFDataset": "run.verl_dataset:RLHFDataset"},
@@ -69,7 +71,7 @@ def verl_modules() -> Iterator[None]:
         if "verl" in sys.modules or ((spec := importlib.util.find_spec("verl")) is not None and spec.origin is not None):
             yield
             return
-        packages = {"verl"} | {name.rpartition(".")[0] for name in _NAMES} | {"verl.utils"}
+        packages = {name[: i.start()] for name in _NAMES for i in re.finditer(r"\.", name)}
         modules = {name: _StandIn(name) for name in sorted({*packages, *_NAMES})}
         for name, module in modules.items():
             vars(module)["__all__"] = [*_NAMES.get(name, ())]

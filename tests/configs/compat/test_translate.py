@@ -139,6 +139,18 @@ def test_accepted_values_are_compared_with_their_type() -> None:
     assert takes(one, 1) and not takes(one, True) and not takes(one, 2)
 
 
+def test_what_checkpoints_load_is_left_out_only_without_resuming() -> None:
+    entry = compat().accepted["*checkpoint.load_contents"]
+    assert not takes(entry, ["model"])
+    assert entry.case(["model"], {"trainer.resume_mode": "disable"}.get) is not None
+    assert entry.case(["model"], {"trainer.resume_mode": "auto"}.get) is None
+
+
+def test_classes_of_blocks_are_verls() -> None:
+    entry = compat().accepted["*._target_"]
+    assert takes(entry, "verl.workers.config.FSDPOptimizerConfig") and not takes(entry, "mine.Optimizer")
+
+
 def test_engine_block_of_verls_sft_trainer_is_translated_for_both_engines() -> None:
     """Command lines of verl's tests/special_e2e/sft/run_sft_engine_gsm8k.sh."""
     common = [

@@ -27,6 +27,12 @@ def test_modules_of_verl_are_there_only_while_files_are_loaded() -> None:
         import_module("verl.tools")
 
 
+def test_token_output_has_the_modules_of_two_versions_of_verl() -> None:
+    with verl_modules():
+        replica, loop = import_module("verl.workers.rollout.replica"), import_module("verl.experimental.agent_loop.agent_loop")
+        assert replica.TokenOutput is loop.TokenOutput
+
+
 def test_every_name_can_be_imported() -> None:
     with verl_modules():
         for module, names in _NAMES.items():
