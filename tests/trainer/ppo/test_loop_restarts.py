@@ -195,7 +195,7 @@ def lifecycle_at(step: int, run_dir: Path, *overrides: str) -> RunLifecycle:
 
 
 def test_out_of_memory_without_a_checkpoint_ends_the_run_instead_of_repeating_it(tmp_path: Path) -> None:
-    """By default nothing is saved and nothing restarts: a run of 900 steps stops and reports what to change."""
+    """By default nothing is saved before the end and nothing restarts: a run of 900 steps stops and reports what to change."""
     lifecycle = lifecycle_at(900, tmp_path)
     lifecycle.budget("actor").halve(Limits(max_tokens=512), [(2, 512)], 256, "no memory")
     with pytest.raises(ValueError) as stopped:
@@ -206,7 +206,7 @@ def test_out_of_memory_without_a_checkpoint_ends_the_run_instead_of_repeating_it
         "memory ran out in step 901, and a restart in halved micro-batches would repeat 900 steps: rank 3 failed in "
     )
     assert (
-        "Halve actor_rollout_ref.actor.ppo_max_token_len_per_gpu (the gradient is the same), set trainer.save_freq (it is -1)"
+        "Halve actor_rollout_ref.actor.ppo_max_token_len_per_gpu (the gradient is the same), set trainer.save_freq (it is end)"
         in advice
     )
     assert "from the beginning: there is no checkpoint. trainer.max_restarts=1 would" in advice

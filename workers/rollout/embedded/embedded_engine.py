@@ -21,14 +21,14 @@ from workers.rollout.base import Completion, FinishReason, NewTokens, Request, R
 from workers.rollout.cached_attention import StepAttention
 from workers.rollout.embedded.running_batch import RowSequence, RunningRows
 from workers.rollout.kv_cache import KVCache
-from workers.rollout.malloc_trim import trim_free_memory
+from workers.rollout.malloc_trim import KEPT_BYTES, trim_free_memory
 from workers.rollout.sampling import sample, uniforms
 from workers.rollout.sync.expected_weights import EngineModel
 from workers.rollout.verification import HeldWeight
 
 PROMPT_TOKENS_AT_ONCE = 8192  # prompt tokens per step, repeated prompts counted once; bounds the memory of activations
-# Bytes from which sleep returns freed memory to the system: afterwards the trainer's next step has to request its pages again.
-MIN_BYTES_TO_TRIM = 64 << 20
+# Bytes from which sleep returns freed memory to the system. Below, the trainer's next step uses it again, and needs no new pages.
+MIN_BYTES_TO_TRIM = KEPT_BYTES
 COUNTERS = ("prompt_tokens", "response_tokens", "decode_steps", "cache_bytes", "cached_tokens")
 MOVE_COST = 3  # cost of moving a chunk, in units of one read of a chunk by attention
 
