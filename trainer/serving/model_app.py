@@ -143,7 +143,7 @@ def model_app(engine: ModelEngine, model: ServedModel, *, token: str, most_bytes
             return refusal(protocol, 503, _STOPPING)
 
     for path in PROTOCOLS:
-        app.add_api_route(path, answer, methods=["POST"])
+        app.add_route(path, answer, methods=["POST"])
 
     @app.get("/v1/models")
     async def models(request: Request) -> JSONResponse:
