@@ -20,8 +20,7 @@ def test_translation_is_printed(between: list[str], capsys: pytest.CaptureFixtur
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        ("openrlhf -- train_dpo --beta 0.1", "train_dpo: preference training without a reward model is not supported; "),
-        ("openrlhf -- openrlhf.cli.train_kto --bf16", "train_kto: preference training"),
+        ("openrlhf -- openrlhf.cli.train_kto --bf16", "train_kto: KTO is not supported; with pairs of a chosen and a rejected"),
         (
             "openrlhf -- --actor_learnin_rate 1",
             "--actor_learnin_rate: train_ppo_ray has no such flag; did you mean --actor_learning_",
@@ -38,7 +37,7 @@ def test_invalid_argument_is_a_one_line_error(words: str, line: str, capsys: pyt
 def test_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert (translate(["--help"]), translate([])) == (0, 2)
     out = capsys.readouterr().out
-    assert "train_ppo_ray, train_sft, train_rm, batch_inference" in out
+    assert "train_ppo_ray, train_sft, train_rm, train_dpo, batch_inference" in out
 
 
 def test_output_is_a_command_for_bash(tmp_path: Path) -> None:

@@ -294,7 +294,7 @@ def test_a_file_that_cannot_be_used_is_refused_in_one_line(tmp_path: Path, name:
             "from verl.tools.function_tool import function_tool\n@function_tool\ndef f(a): 'F.'\n",
             "does not load: ValueError: tool f: ",
         ),
-        ("import verl.workers\n", "verl is not installed"),
+        ("import verl.models\n", "verl is not installed"),
         (FUNCTIONS.replace('"wait"', '"double"'), "two tools of the name double"),
     ],
 )

@@ -45,25 +45,33 @@ class SearchTool(BaseTool):
     async def execute(
         self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
     ) -> tuple[ToolResponse, float, dict[str, Any]]:
+        timeout = float(self.config.get("timeout", 30.0))
         queries = parameters["query_list"]
-        found = await in_thread(self._retrieve, queries)
-        text = json.dumps({"result": "\n---\n".join(map(_passages, found))}, ensure_ascii=False)
-        return ToolResponse(text=text), 0.0, {"query_count": len(queries), "total_results": sum(map(len, found))}
+        text, metrics = await in_thread(self.execute_search, instance_id, queries, self._url, self._topk, timeout)
+        return ToolResponse(text=text), 0.0, metrics
 
-    def _retrieve(self, queries: Sequence[str]) -> list[list[str]]:
+    def execute_search(
+        self, instance_id: str, query_list: Sequence[str], retrieval_service_url: str | None, topk: int, timeout: float
+    ) -> tuple[str, dict[str, Any]]:
+        """Text of the passages, and metrics. The method that subclasses of verl's tool replace; it runs in a thread."""
+        found = self._retrieve(query_list, retrieval_service_url, topk, timeout)
+        text = json.dumps({"result": "\n---\n".join(map(_passages, found))}, ensure_ascii=False)
+        return text, {"query_count": len(query_list), "total_results": sum(map(len, found))}
+
+    def _retrieve(self, queries: Sequence[str], url: str | None, topk: int, timeout: float) -> list[list[str]]:
         """Documents for each query, best first. Raises ValueError if the server does not reply as the protocol says."""
         if self._index is not None:
-            return [[self._documents[i] for i in self._index.search(query, self._topk)] for query in queries]
-        body = json.dumps({"queries": queries, "topk": self._topk, "return_scores": True}).encode()
-        timeout, retries = float(self.config.get("timeout", 30.0)), int(self.config.get("retries", 3))
-        request = partial(post, str(self._url), body, token=None, timeout=timeout, timeout_key="timeout")
+            return [[self._documents[i] for i in self._index.search(query, topk)] for query in queries]
+        body = json.dumps({"queries": queries, "topk": topk, "return_scores": True}).encode()
+        request = partial(post, str(url), body, token=None, timeout=timeout, timeout_key="timeout")
+        retries = int(self.config.get("retries", 3))
         try:
             reply = with_retries(request, retries=retries, backoff=0.5)
             return [[entry["document"]["contents"] for entry in result] for result in reply["result"]]
         except RequestRefused as error:
             raise ValueError(str(error)) from error
         except (KeyError, TypeError) as error:
-            raise ValueError(f"{self._url}: the reply is not {{result: [[{{document: {{contents}}, score}}]]}}") from error
+            raise ValueError(f"{url}: the reply is not {{result: [[{{document: {{contents}}, score}}]]}}") from error
 
 
 def _passages(documents: Sequence[str]) -> str:

@@ -30,6 +30,16 @@ def test_search_in_a_file_returns_passages(tmp_path: Path) -> None:
         SearchTool({}, None)
 
 
+def test_a_subclass_of_verls_tool_replaces_the_search(tmp_path: Path) -> None:
+    class Own(SearchTool):
+        def execute_search(self, instance_id: str, query_list: Any, retrieval_service_url: Any, topk: int, timeout: Any) -> Any:
+            return f"{query_list} {retrieval_service_url} {topk} {timeout}", {"status": "success", "total_results": 1}
+
+    tool = StatefulTool(Own({"retrieval_service_url": "http://x", "topk": 2, "timeout": 5}, None))
+    found, *_ = use(tool, {"query_list": ["Rome"]})
+    assert found[0].text == "['Rome'] http://x 2 5.0" and found[0].metrics["total_results"] == 1
+
+
 def test_search_by_http_follows_the_protocol_of_search_r1() -> None:
     requests: list[Any] = []
     replies: list[tuple[int, Any]] = [

@@ -275,8 +275,8 @@ def test_sleep_shows_in_the_memory_of_the_process(model: PreTrainedModel, monkey
     import psutil
 
     monkeypatch.setattr("workers.rollout.embedded.embedded_engine.MIN_BYTES_TO_TRIM", 32 << 20)
-    engine = make_engine(model, slots=400, max_model_len=1000)
-    engine.submit([request(i, range(2, 60), max_tokens=900, ignore_eos=True) for i in range(400)])
+    engine = make_engine(model, slots=1200, max_model_len=1000)
+    engine.submit([request(i, range(2, 60), max_tokens=900, ignore_eos=True) for i in range(1200)])
     gc.collect()  # garbage of earlier tests, freed during the steps below, would hide a part of the cache
     trim_free_memory()  # of tests before: a cache made of that would not show
     start = psutil.Process().memory_info().rss
