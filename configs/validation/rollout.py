@@ -49,6 +49,11 @@ Workers = WorkersConfig | Pool
 """Workers of a role: all workers of the run, or those of a pool."""
 
 
+def engine_ranks(rollout: RolloutEngineConfig) -> int:
+    """Number of ranks that form one rollout engine."""
+    return 1 if rollout.name == "embedded" else rollout.tensor_model_parallel_size
+
+
 def world_size(workers: Workers) -> int:
     """Number of workers: one per GPU."""
     return workers.nnodes * workers.n_gpus_per_node

@@ -18,7 +18,7 @@ from configs.schema.scoring_model import ScoringModelConfig
 from configs.validation.batches import cuts, name_of, roles_of
 from configs.validation.parallel import data_parallel_size
 from configs.validation.placement import placement_of
-from configs.validation.rollout import world_size
+from configs.validation.rollout import engine_ranks, world_size
 from trainer.checkpoint.resume import Checkpoint, check_config, complete_checkpoint
 from trainer.cluster.launch import RunWorkers
 from trainer.planner.memory_estimate import Use, estimate, memory_roles, shape_of
@@ -168,9 +168,7 @@ def place_lines(config: PPOConfig, place: Placement) -> Iterator[str]:
         pool = place.pool(name_of(key))
         ranks = counted(world_size(pool), "rank")
         yield f"  {key}: {role.strategy}, {ranks}, data parallel {data_parallel_size(role, pool)}"
-    engines, size = world_size(place.pool("rollout")), 1
-    if rollout.name != "embedded":
-        size = rollout.tensor_model_parallel_size
+    engines, size = world_size(place.pool("rollout")), engine_ranks(rollout)
     yield f"  rollout: {counted(engines // size, 'engine')} ({rollout.name}), each on {counted(size, 'GPU')}"
 
 

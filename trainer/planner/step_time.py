@@ -15,7 +15,7 @@ from configs.schema.placement import Placement
 from configs.schema.ppo import PPOConfig
 from configs.validation.batches import wants_ref
 from configs.validation.parallel import context_parallel_size, data_parallel_size
-from configs.validation.rollout import world_size
+from configs.validation.rollout import engine_ranks, world_size
 from trainer.planner import time_model
 from trainer.planner.hardware import Hardware
 from trainer.planner.memory_estimate import BYTES, WORK, Role, memory_roles
@@ -146,7 +146,7 @@ class EnginePlan:
 
 def engines(config: PPOConfig, place: Placement, shape: Shape, hardware: Hardware, lengths: ResponseLengths) -> EnginePlan:
     rollout, pool = config.actor_rollout_ref.rollout, place.pool("rollout")
-    ranks = 1 if rollout.name == "embedded" else rollout.tensor_model_parallel_size
+    ranks = engine_ranks(rollout)
     # Dynamic sampling generates rounds of gen_batch_size prompts; one is counted.
     sampled = (config.algorithm.filter_groups.enable and config.data.gen_batch_size) or config.data.train_batch_size
     group = Communicator(ranks, ranks > pool.n_gpus_per_node, hardware)

@@ -15,9 +15,10 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from configs.schema.common import ModelConfig, ShardedConfig, steps_between
 from configs.schema.placement import Placement
-from configs.schema.ppo import ActorConfig, CriticConfig, PPOConfig, RolloutEngineConfig, wants_truth
+from configs.schema.ppo import ActorConfig, CriticConfig, PPOConfig, wants_truth
 from configs.validation.batches import cuts, roles_of, wants_ref
 from configs.validation.placement import placement_of
+from configs.validation.rollout import engine_ranks
 from trainer import harness
 from trainer.agents.sessions.agent_kit import AgentSetup
 from trainer.agents.sessions.pool import AgentPool
@@ -171,11 +172,6 @@ def reader(config: PPOConfig) -> Tokenizer:
         except ValueError as error:
             raise ValueError(f"{key}={name}, row 0: {error}") from error
     return tokenizer
-
-
-def engine_ranks(rollout: RolloutEngineConfig) -> int:
-    """Number of ranks that form one rollout engine."""
-    return 1 if rollout.name == "embedded" else rollout.tensor_model_parallel_size
 
 
 def wants_critic(config: PPOConfig) -> bool:

@@ -10,7 +10,7 @@ forward of each pair, about a third of its training. In a checkpoint they would 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ from trainer.algorithms.losses.preference_losses import dpo_terms, response_sums
 from trainer.cluster.remote import RemoteModel
 from trainer.data.order import DataOrder
 from trainer.data.preference_dataset import PreferenceDataset
-from trainer.supervised.tasks import chunks_of_pairs, read_pairs, weighted_by_pair
+from trainer.supervised.tasks import Task, chunks_of_pairs, read_pairs, weighted_by_pair
 from workers.batch import Batch
 from workers.controller.logs import tell
 from workers.engine.base import Head, LossSpec
@@ -30,7 +30,7 @@ from workers.engine.base import Head, LossSpec
 REPORT_SECONDS = 30.0  # interval of the lines that show progress
 
 
-class DPOTask:
+class DPOTask(Task):
     """Task of direct preference optimisation. A unit of the data is a pair, two adjacent rows: chosen, rejected."""
 
     head: Head = "lm"
@@ -90,14 +90,6 @@ class DPOTask:
         log_probs, counts = (torch.cat(column) for column in zip(*parts, strict=True))
         losses, found = dpo_terms(log_probs, self._held_out_reference, counts, self.config.loss)
         return {f"val/{name}": float(values.mean()) for name, values in ({"loss": losses} | found).items()}
-
-    def is_done(self, metrics: Mapping[str, float]) -> bool:
-        """Never: all steps are trained."""
-        return False
-
-    def extra_files(self, model: RemoteModel, step: int) -> dict[str, bytes]:
-        """No files: weights, configuration and tokenizer are a complete model."""
-        return {}
 
     def _sums(self, model: RemoteModel, data: PreferenceDataset, pairs: Sequence[int]) -> tuple[Tensor, Tensor]:
         """Log-probs of the responses, summed over tokens, and numbers of these tokens: float64 (P, 2) both."""

@@ -32,7 +32,7 @@ from workers.engine.hf.hf_model import vocab_size
 
 
 class Task(Protocol):
-    """A supervised task: data, loss, validation.
+    """A supervised task: data, loss, validation. By default it prepares nothing, trains all steps and has no further files.
 
     unit: row column whose values number the units of the data; rows of a unit stay in one micro-batch. None: a unit is a row.
     rows: row columns that the loss reads. notices: warnings about the data.
@@ -59,12 +59,14 @@ class Task(Protocol):
 
     def is_done(self, metrics: Mapping[str, float]) -> bool:
         """Whether training ends after the step of these metrics, before its last step."""
+        return False
 
     def extra_files(self, model: RemoteModel, step: int) -> dict[str, bytes]:
         """Files to save with the model after ``step``: {name: content}."""
+        return {}
 
 
-class SFTTask:
+class SFTTask(Task):
     """Task of supervised fine-tuning. A unit of the data is a row of the files: a pair or a conversation."""
 
     head: Head = "lm"
@@ -101,9 +103,6 @@ class SFTTask:
     def __len__(self) -> int:
         return len(self._data)
 
-    def prepare(self, model: RemoteModel, order: DataOrder, steps: range) -> None:
-        """Nothing depends on the initial weights."""
-
     def batch(self, indices: Sequence[int]) -> Batch:
         """Global mini-batch with loss_weight (T,): a mean over all response tokens of the mini-batch."""
         batch = self._data.batch(indices).with_meta({"temperature": 1.0})
@@ -129,15 +128,11 @@ class SFTTask:
         bound = self.config.trainer.stop_at_probability
         return bound is not None and metrics.get("val/probability", 0.0) >= bound
 
-    def extra_files(self, model: RemoteModel, step: int) -> dict[str, bytes]:
-        """No files: weights, configuration and tokenizer are a complete model."""
-        return {}
-
 
 PAIRS_PER_FORWARD = 1024  # pairs per forward call; bounds the size of a batch sent to the workers
 
 
-class RewardModelTask:
+class RewardModelTask(Task):
     """Task of reward-model training. A unit of the data is a pair, two adjacent rows: chosen, rejected."""
 
     head: Head = "reward"
@@ -158,9 +153,6 @@ class RewardModelTask:
     def __len__(self) -> int:
         return len(self._data)
 
-    def prepare(self, model: RemoteModel, order: DataOrder, steps: range) -> None:
-        """Nothing depends on the initial weights."""
-
     def batch(self, indices: Sequence[int]) -> Batch:
         """Global mini-batch of P pairs. loss_weight: a mean over the pairs."""
         return weighted_by_pair(self._data.batch(indices))
@@ -178,10 +170,6 @@ class RewardModelTask:
             "val/score_mean": float(scores.mean()),
             "val/score_std": float(scores.std(correction=0)),
         }
-
-    def is_done(self, metrics: Mapping[str, float]) -> bool:
-        """Never: all steps are trained."""
-        return False
 
     def extra_files(self, model: RemoteModel, step: int) -> dict[str, bytes]:
         """Score statistics for reward normalisation: mean and deviation over held-out responses, else over the training data."""
