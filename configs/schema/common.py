@@ -130,7 +130,7 @@ class FSDPConfig:
     dtype: Dtype
     reshard_after_forward: bool
     use_no_sync_for_gradient_accumulation: bool
-    use_torch_compile: bool
+    use_torch_compile: bool | None
     param_offload: bool
     optimizer_offload: bool
     # 0 passes here and is refused in configs/validation/parallel.py, with an explanation of the allowed values.

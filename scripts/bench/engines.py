@@ -52,6 +52,7 @@ def main() -> None:
     parser.add_argument("--micro_batch", type=int, default=16384, help="tokens at most")
     parser.add_argument("--steps", type=int, default=5, help="measured steps, after one for warm-up")
     parser.add_argument("--recompute", action="store_true")
+    parser.add_argument("--eager", action="store_true", help="FSDP: fsdp_config.use_torch_compile=false")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         args.model = f"{folder}/model"
@@ -110,6 +111,7 @@ def work(rank: int, case: str, args: argparse.Namespace, folder: Path) -> None:
             f"actor_rollout_ref.model.enable_gradient_checkpointing={str(args.recompute).lower()}",
             f"actor_rollout_ref.actor.fsdp_config.dtype={args.dtype}",
             f"actor_rollout_ref.actor.megatron.dtype={args.dtype}",
+            *(["actor_rollout_ref.actor.fsdp_config.use_torch_compile=false"] if args.eager else []),
             *overrides,
         ],
     ).actor_rollout_ref

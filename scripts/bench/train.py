@@ -84,7 +84,7 @@ def main() -> None:
     if args.quick:
         args.shapes, args.dtypes, args.tokens, args.rounds = ["3m"], ["float32"], 512, 2
     if args.chunk is not None:
-        logprob.chunk_size = lambda vocabulary: args.chunk
+        logprob.chunk_size = logprob.backward_chunk_size = lambda *sizes, fused=False: args.chunk
     if args.device == "cpu":
         torch.set_num_threads(1)
     cases = measure_groups(args) if args.groups or args.turns else measure_cases(args)

@@ -76,6 +76,7 @@ class Role:
             seen=self.seen,
             recompute=model is None or model.enable_gradient_checkpointing,
             cuda=self.cuda,
+            fused=self.cuda if fsdp.use_torch_compile is None else fsdp.use_torch_compile,
         )
 
     def checkpoint(self) -> float:

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from workers.engine.fsdp.units import layers_per_unit
 from workers.engine.logprob import backward_chunk_size, chunk_size
 
 FLOAT32 = 4
@@ -94,7 +95,7 @@ class Setting:
     attention kernel accepts fewer key heads than query heads. offload: enable_activation_offload of the model. pieces: num_shards
     of its tiled_mlp; 1 without it. seen: keys that attention gathers per computed token, 1 unless rows share prefixes. recompute:
     layers are recomputed in the backward pass. cuda: False: the CPU's kernels: RMSNorm is not one
-    kernel, and a log-sum-exp keeps no exponentials.
+    kernel, and a log-sum-exp keeps no exponentials. fused: the head is compiled: its logits are in the compute dtype alone.
     """
 
     gpus: int = 1
@@ -111,6 +112,7 @@ class Setting:
     seen: float = 1.0
     recompute: bool = True
     cuda: bool = True
+    fused: bool = False
 
     @property
     def wrapped(self) -> bool:
@@ -150,9 +152,15 @@ def gradients(shape: Shape, setting: Setting, layers_left: float) -> float:
     return setting.kept * (shape.layers - layers_left) * shape.layer_parameters / setting.gpus
 
 
-def gathered(shape: Shape, setting: Setting, layers: int) -> float:
-    """Bytes of gathered or cast weights in the compute dtype: root and ``layers`` decoder layers (one in use, one prefetched)."""
-    return setting.compute * (shape.root_parameters + layers * shape.layer_parameters) if setting.wrapped else 0.0
+def unit_parameters(shape: Shape) -> int:
+    """Parameters of the decoder layers that FSDP gathers and reduces together."""
+    return min(shape.layers, layers_per_unit(shape.layer_parameters)) * shape.layer_parameters
+
+
+def gathered(shape: Shape, setting: Setting, units: int) -> float:
+    """Bytes of gathered or cast weights in the compute dtype: root and ``units`` units of layers (one in use, one prefetched)."""
+    layers = min(shape.layers * shape.layer_parameters, units * unit_parameters(shape))
+    return setting.compute * (shape.root_parameters + layers) if setting.wrapped else 0.0
 
 
 def head_gradient(shape: Shape, setting: Setting) -> float:
@@ -164,8 +172,11 @@ def head_gradient(shape: Shape, setting: Setting) -> float:
 
 
 def reducing(shape: Shape, setting: Setting) -> float:
-    """Bytes of one layer's float32 gradients during reduce-scatter, kept until the next layer's follow."""
-    return FLOAT32 * shape.layer_parameters if setting.trained and setting.wrapped else 0.0
+    """Bytes of one unit's float32 gradients during reduce-scatter, kept until the next unit's follow; and what its other layers
+    have in the compute dtype.
+    """
+    waiting = setting.compute * (unit_parameters(shape) - shape.layer_parameters)
+    return FLOAT32 * unit_parameters(shape) + waiting if setting.trained and setting.wrapped else 0.0
 
 
 def layer_inputs(shape: Shape, setting: Setting, layers: float) -> float:
@@ -231,13 +242,16 @@ def mlp_gradients(shape: Shape, setting: Setting) -> float:
 def head_chunk(shape: Shape, setting: Setting) -> float:
     """Bytes of one chunk of logits in the head's backward pass (workers/engine/logprob.py): compute dtype and float32.
 
-    The gradient overwrites the float32 logits.
+    The gradient overwrites the float32 logits. Compiled: the product and its gradient, in the compute dtype.
     """
-    return (FLOAT32 + setting.compute) * backward_chunk_size(shape.vocabulary, shape.hidden) * shape.vocabulary
+    bytes_per_logit = 2 * setting.compute if setting.fused else FLOAT32 + setting.compute
+    return bytes_per_logit * backward_chunk_size(shape.vocabulary, shape.hidden, fused=setting.fused) * shape.vocabulary
 
 
 def head_forward_chunk(shape: Shape, setting: Setting) -> float:
     """Bytes of one chunk of logits in the head's forward pass: float32, with their source or, on CUDA, exponentials."""
+    if setting.fused:
+        return setting.compute * chunk_size(shape.vocabulary, fused=True) * shape.vocabulary
     cast = setting.compute if setting.compute < FLOAT32 else 0
     return (FLOAT32 + (FLOAT32 if setting.cuda else cast)) * chunk_size(shape.vocabulary) * shape.vocabulary
 
@@ -398,8 +412,8 @@ def reserved(shape: Shape, setting: Setting, row: float) -> float:
 
 
 def gathering(shape: Shape, setting: Setting) -> float:
-    """Bytes that FSDP's all-gather stream keeps cached: buffers of the root and of one layer, in the compute dtype."""
-    return setting.compute * (shape.root_parameters + shape.layer_parameters) if setting.gpus > 1 else 0.0
+    """Bytes that FSDP's all-gather stream keeps cached: buffers of the root and of one unit, in the compute dtype."""
+    return setting.compute * (shape.root_parameters + unit_parameters(shape)) if setting.gpus > 1 else 0.0
 
 
 def scoring(shape: Shape, setting: Setting, row: float) -> Parts:

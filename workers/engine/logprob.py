@@ -54,18 +54,26 @@ class VocabShard:
         return rows.where(mine, 0), mine
 
 
-def chunk_size(vocabulary: int) -> int:
-    """Positions per chunk of a forward. Peak memory is about 3 * chunk * V * 4 bytes; larger chunks are not faster."""
+def chunk_size(vocabulary: int, *, fused: bool = False) -> int:
+    """Positions per chunk of a forward.
+
+    Peak memory is about 3 * chunk * V * 4 bytes, fused chunk * V * 2 in bfloat16; larger chunks are not faster.
+    """
+    if fused:
+        return 1024
     return 512 if vocabulary <= 32768 else 256
 
 
-def backward_chunk_size(vocabulary: int, hidden: int) -> int:
+def backward_chunk_size(vocabulary: int, hidden: int, *, fused: bool = False) -> int:
     """Positions per chunk of a backward, larger than in the forward if V is large.
 
     Each chunk reads and writes the whole gradient of the head, (V, H) in float32, so fewer and larger chunks cause less traffic.
     For large V: the largest power of two up to H, which makes the logits at
     least half as large as that gradient, but at most 2048. At 7B this saves 7 % of a step on an H200, for 0.6 GB.
+    Fused: 2048, since logits are in the compute dtype alone.
     """
+    if fused:
+        return 2048
     most = chunk_size(vocabulary)
     return most if vocabulary <= 32768 else max(most, min(2048, 1 << (hidden.bit_length() - 1)))
 
@@ -90,8 +98,10 @@ def head_log_probs(
     head; then collective over its group. fused: compile what follows the products; without effect on a shard, whose collectives
     are in between.
     """
-    chunks = (chunk, chunk) if chunk is not None else (chunk_size(weight.shape[0]), backward_chunk_size(*weight.shape))
     fused = fused and shard is None
+    chunks = (chunk_size(weight.shape[0], fused=fused), backward_chunk_size(*weight.shape, fused=fused))
+    if chunk is not None:
+        chunks = (chunk, chunk)
     log_probs, entropy = _HeadLogProbs.apply(hidden, weight, bias, targets, temperature, want_entropy, chunks, shard, fused)
     return log_probs, entropy if want_entropy else None
 
@@ -150,7 +160,12 @@ def head_top_log_probs(
 
 def _logsumexp(logits: Tensor, shard: VocabShard | None) -> Tensor:
     """Log-sum-exp over the full vocabulary, (C, V) -> (C,): that of the shards' log-sum-exps."""
-    mine = logits.logsumexp(-1)
+    if torch.compiler.is_compiling():
+        # Inductor has a kernel of one pass for exactly these operations, and of two for logsumexp.
+        top = logits.amax(-1, keepdim=True)
+        mine = (top + (logits - top).exp().sum(-1, keepdim=True).log())[:, 0]
+    else:
+        mine = logits.logsumexp(-1)
     return mine if shard is None else shard.gather(mine).logsumexp(0)
 
 

@@ -27,6 +27,7 @@ from trainer.planner.memory_model import (
     training,
 )
 from workers.batch import Batch
+from workers.engine.fsdp import units
 from workers.engine.fsdp.fsdp_engine import FSDPEngine
 from workers.engine.fsdp.sharding import local
 
@@ -41,6 +42,12 @@ SMALL: dict[str, Any] = {
     "vocab_size": 512,
     "tie_word_embeddings": False,
 }
+
+
+@pytest.fixture(autouse=True)
+def a_layer_is_a_unit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in every larger model, and where these rows were measured."""
+    monkeypatch.setattr(units, "UNIT_PARAMETERS", 1)
 
 
 def fullest(folder: Path, config: dict[str, Any], setting: Setting, tokens: int, *, forward: bool = False) -> int:
@@ -101,6 +108,17 @@ def test_peak_of_a_train_step_equals_the_model(tmp_path: Path, changes: dict[str
     config = SMALL | changes
     message = sum(training(Shape.of(config), replace(setting, cuda=False), tokens).values())
     assert message == pytest.approx(fullest(tmp_path, config, setting, tokens), rel=0.05)
+
+
+@pytest.mark.parametrize("layers", [2, 4, 8])
+def test_units_of_several_layers_take_no_more_than_the_model_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layers: int
+) -> None:
+    shape = Shape.of(SMALL | {"num_hidden_layers": 8})
+    monkeypatch.setattr(units, "UNIT_PARAMETERS", layers * shape.layer_parameters)
+    predicted = sum(training(shape, Setting(cuda=False), 1024).values())
+    measured = fullest(tmp_path, SMALL | {"num_hidden_layers": 8}, Setting(), 1024)
+    assert 0.95 * measured < predicted < 1.3 * measured
 
 
 def copied(shape: Shape) -> float:

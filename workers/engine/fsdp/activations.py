@@ -6,7 +6,7 @@ docs/performance.md has the measured savings.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -45,9 +45,20 @@ def tile_mlps(model: PackedModel, shards: int) -> None:
         children = dict(layer.named_children())
         if "mlp" not in children or not {name for name, _ in children["mlp"].named_children()} <= MLP_PARTS:
             raise ValueError(f"model.tiled_mlp.enabled=true: {type(layer).__name__} has no MLP of gate, up and down alone")
-        # The method is replaced, not the module: names of weights stay those of transformers.
+        # The class is replaced, not the module: names of weights stay those of transformers.
         mlp = children["mlp"]
-        mlp.forward = partial(_tiled, mlp, mlp.forward, shards)
+        mlp.__class__ = _tiled_class(type(mlp), shards)  # type: ignore[arg-type] # a class is hashable
+
+
+@cache
+def _tiled_class(mlp: type[nn.Module], shards: int) -> type[nn.Module]:
+    """Subclass that runs in tiles; one for all layers, so that they share compiled graphs."""
+
+    class TiledMLP(mlp):  # type: ignore[misc, valid-type] # a variable base
+        def forward(self, x: Tensor) -> Tensor:
+            return _tiled(self, super().forward, shards, x)
+
+    return TiledMLP
 
 
 @torch.compiler.disable

@@ -26,6 +26,7 @@ from workers.engine.fsdp.activations import keep_inputs_on_host, tile_mlps
 from workers.engine.fsdp.sharded_adamw import ShardedAdamW, global_norm
 from workers.engine.fsdp.sharding import (
     compile_layers,
+    compiles,
     copies,
     device_mesh,
     fill,
@@ -138,7 +139,7 @@ class FSDPEngine(TrainEngine):
                 sharded, initial_model, weights, model, trained=trained, seed=self.spec.seed
             )
             given |= initial_weights
-        if fsdp.use_torch_compile:
+        if compiles(fsdp, self.device.type):
             compile_layers(sharded)
         if model.enable_gradient_checkpointing:
             recompute_layers(sharded)

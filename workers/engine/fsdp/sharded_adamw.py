@@ -23,8 +23,12 @@ def global_norm(grads: Iterable[Tensor], device: torch.device, n_copies: int) ->
     """
     # Squares are summed over tensors and ranks in float64, whatever the gradients' dtype.
     squares = torch.zeros((), dtype=torch.float64, device=device)
+    by_dtype: dict[torch.dtype, list[Tensor]] = {}
     for grad in grads:
-        squares += torch.linalg.vector_norm(grad, dtype=torch.promote_types(grad.dtype, torch.float32)).double().square()
+        by_dtype.setdefault(grad.dtype, []).append(grad)
+    for dtype, same in by_dtype.items():
+        norms = torch._foreach_norm(same, 2, dtype=torch.promote_types(dtype, torch.float32))
+        squares += torch.stack(norms).double().square().sum()
     dist.all_reduce(squares)
     return (squares / n_copies).sqrt()
 
@@ -79,8 +83,10 @@ class ShardedAdamW:
         lr = learning_rate(self.spec, self.steps)
         for group in self._adamw.param_groups:
             group["lr"] = lr
+        if scale < 1.0:
+            torch._foreach_mul_(list(grads.values()), scale)
         for name, grad in grads.items():
-            self.params[name].grad = grad if scale >= 1.0 else grad.mul_(scale)
+            self.params[name].grad = grad
         self._adamw.step()
         self._adamw.zero_grad(set_to_none=True)
         self.steps += 1

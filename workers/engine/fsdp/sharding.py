@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+import shutil
 from collections.abc import Mapping
 from functools import partial
 
@@ -15,7 +17,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils.checkpoint import checkpoint
 
 from configs.schema.common import FSDPConfig
+from workers.controller.logs import announce
 from workers.determinism import compiled
+from workers.engine.fsdp.units import layers_per_unit
 from workers.engine.hf.hf_model import DTYPES, PackedModel
 from workers.engine.stored_weights import StoredWeights
 
@@ -33,12 +37,29 @@ def device_mesh(device: str, fsdp_size: int) -> DeviceMesh:
     return init_device_mesh(device, (world // fsdp_size, fsdp_size), mesh_dim_names=("replicate", "shard"))
 
 
+def compiles(fsdp: FSDPConfig, device: str) -> bool:
+    """Whether layers and language head are compiled: use_torch_compile, or on CUDA where it is None.
+
+    Triton builds its launchers with a C compiler: where there is none, None means False, and a warning says so.
+    """
+    if fsdp.use_torch_compile is not None:
+        return fsdp.use_torch_compile
+    if device != "cuda":
+        return False
+    if not (found := any(map(shutil.which, filter(None, (os.environ.get("CC"), "cc", "gcc", "clang"))))):
+        announce(["layers are not compiled: no C compiler on this machine; install gcc, or set use_torch_compile=false"])
+    return found
+
+
 def compile_layers(model: PackedModel) -> None:
     """Compile the decoder layers, and what follows the products of the language head. Call before ``recompute_layers``.
 
     A layer's forward is compiled, not the module: hooks, of FSDP and of recomputation, stay outside of the graphs. All layers of
     a kind share their graphs, for any number of tokens.
     """
+    # Roles of a worker have layers of one class, and each role a graph for every kind of layer, with and without gradient. At
+    # torch's limit, 8, layers run uncompiled from then on.
+    torch._dynamo.config.recompile_limit = 64
     model.fused = True
     for layer in model.layers:
         layer.forward = compiled(layer.forward)
@@ -52,7 +73,7 @@ def recompute_layers(model: PackedModel) -> None:
 
 
 def shard(model: PackedModel, mesh: DeviceMesh, fsdp: FSDPConfig) -> None:
-    """Apply fully_shard: decoder layers one by one; embedding, final norm and language head as the root.
+    """Apply fully_shard: decoder layers in units; embedding, final norm and language head as the root.
 
     A single rank that computes in the parameters' own dtype has nothing to gather or cast and is not wrapped: copying parameters
     and gradients cost 6 % of a step at 3.4M parameters and 2k tokens on a CPU, 9 % at 7B in bfloat16 on an H200, and a second
@@ -63,8 +84,10 @@ def shard(model: PackedModel, mesh: DeviceMesh, fsdp: FSDPConfig) -> None:
         return
     # Gradients of ranks are summed in float32 at least, also where layers compute in bfloat16.
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.promote_types(dtype, torch.float32))
-    for layer in model.layers:
-        fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=fsdp.reshard_after_forward)
+    layers = model.layers
+    size = layers_per_unit(sum(param.numel() for param in layers[0].parameters()))
+    for start in range(0, len(layers), size):
+        fully_shard(layers[start : start + size], mesh=mesh, mp_policy=policy, reshard_after_forward=fsdp.reshard_after_forward)
     if model.head != "lm":
         fully_shard(model.value_head, mesh=mesh, reshard_after_forward=False)  # no policy: computed in the parameters' dtype
     # The root's parameters are needed again as soon as the backward begins.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Collection, Mapping, Sequence
-from functools import partial
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -258,15 +258,23 @@ def fuse_norms(hf: PreTrainedModel) -> PreTrainedModel:
     """
     for module in hf.modules():
         if type(module).__name__ in PLAIN_RMS_NORMS:
-            module.forward = partial(_rms_norm, module)
+            module.__class__ = _fused_norm(type(module))  # type: ignore[arg-type] # a class is hashable
     return hf
 
 
-def _rms_norm(norm: Any, hidden: Tensor) -> Tensor:
-    """Fused RMSNorm on CUDA, transformers' own elsewhere."""
-    if not hidden.is_cuda:
-        return type(norm).forward(norm, hidden)
-    return nn.functional.rms_norm(hidden, hidden.shape[-1:], norm.weight, norm.variance_epsilon)
+@cache
+def _fused_norm(norm: type[nn.Module]) -> type[nn.Module]:
+    """Subclass that is fused on CUDA. torch.compile guards a method that was set on a module by its identity: with a class that
+    all layers have, they share one graph.
+    """
+
+    class FusedNorm(norm):  # type: ignore[misc, valid-type] # a variable base
+        def forward(self, hidden: Tensor) -> Tensor:
+            if not hidden.is_cuda:
+                return super().forward(hidden)
+            return nn.functional.rms_norm(hidden, hidden.shape[-1:], self.weight, self.variance_epsilon)
+
+    return FusedNorm
 
 
 def stored_weights(packed: PackedModel, model: ModelConfig) -> StoredWeights:

@@ -9,14 +9,15 @@ call, so rows should be sorted by length.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from inspect import signature
 from itertools import groupby
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
@@ -25,7 +26,7 @@ from workers.engine.shared_prefixes import SharedPrefixes
 from workers.engine.ulysses import TokenSharding
 
 PACKED_ATTENTION = "tandem_packed"
-
+TAKES_GROUPS = "enable_gqa" in signature(varlen_attn).parameters  # torch 2.11 requires as many key heads as query heads
 
 Ends = tuple[Tensor, int]
 """Start of each of n stretches of tokens, and the end: int32 (n + 1,); and the length of the longest."""
@@ -102,7 +103,6 @@ def _ends(lengths: Sequence[int], device: torch.device) -> Ends:
     return torch.tensor([0, *lengths]).cumsum(0).to(device, torch.int32), max(lengths)
 
 
-@torch.compiler.disable
 def packed_attention(
     module: torch.nn.Module,
     query: Tensor,
@@ -120,28 +120,53 @@ def packed_attention(
     """Attention function registered with transformers: query (1, heads, T, D), key and value (1, kv heads, T, D).
 
     T counts the tokens that this rank computes. Returns (1, T, heads, D), and None for attention weights. Dropout is never
-    applied. Layers may be compiled up to here and from here on: only this function reads sizes of rows, which differ from one
-    micro-batch to the next. sliding_window: a token attends to itself and the ``sliding_window - 1`` before it. Raises ValueError
-    for anything but plain attention over complete rows: a mask of the model's own, capped scores, sinks.
+    applied. sliding_window: a token attends to itself and the ``sliding_window - 1`` before it. Raises ValueError for anything
+    but plain attention over complete rows: a mask of the model's own, capped scores, sinks.
+
+    In a compiled layer the CUDA kernel is part of the layer's graph. What reads sizes of rows on the host or communicates is
+    not: the layer is then compiled up to here and from here on.
     """
     if attention_mask is not None or softcap is not None or s_aux is not None:
         raise ValueError(f"{type(module).__name__}: packed attention supports no masks, score caps or sinks of a model's own")
+    attend = _attend_in_graph if _can_trace(query, packed_rows) else _attend
     q, k, v = (states[0].transpose(0, 1) for states in (query, key, value))
-    cut, shared = packed_rows.cut, packed_rows.shared
+    return attend(q, k, v, packed_rows, scaling, sliding_window)[None], None
+
+
+def _has_kernel(q: Tensor) -> bool:
+    """Whether one variable-length kernel computes all rows."""
+    return q.is_cuda and q.dtype in (torch.bfloat16, torch.float16)
+
+
+def _can_trace(q: Tensor, rows: PackedRows) -> bool:
+    # make_backward_deterministic hooks into autograd's graph, which does not exist while a layer is traced.
+    return _has_kernel(q) and rows.cut is None and rows.shared is None and not torch.are_deterministic_algorithms_enabled()
+
+
+def _attend_in_graph(
+    q: Tensor, k: Tensor, v: Tensor, rows: PackedRows, scaling: float | None, sliding_window: int | None
+) -> Tensor:
+    return varlen(q, k, v, rows.queries, rows.keys, scaling=scaling, sliding_window=sliding_window)
+
+
+@torch.compiler.disable
+def _attend(q: Tensor, k: Tensor, v: Tensor, rows: PackedRows, scaling: float | None, sliding_window: int | None) -> Tensor:
+    """q (T, heads, D), k and v (T, kv heads, D) -> (T, heads, D); T as this rank has them."""
+    cut, shared = rows.cut, rows.shared
     if cut is not None:
         q, k, v = cut.to_heads(q, k, v)
     # After the exchange, where a rank has all computed tokens of its heads: the keys of a prefix may be another rank's.
     if shared is not None:
         k, v = k.index_select(0, shared.seen), v.index_select(0, shared.seen)
-    out = _whole_rows_attention(q, k, v, packed_rows, scaling, sliding_window)
-    return (out if cut is None else cut.to_tokens(out))[None], None
+    out = _whole_rows_attention(q, k, v, rows, scaling, sliding_window)
+    return out if cut is None else cut.to_tokens(out)
 
 
 def _whole_rows_attention(
     q: Tensor, k: Tensor, v: Tensor, rows: PackedRows, scaling: float | None, sliding_window: int | None
 ) -> Tensor:
     """q (T, heads, D), k and v (K, kv heads, D) -> (T, heads, D)."""
-    if q.is_cuda and q.dtype in (torch.bfloat16, torch.float16):
+    if _has_kernel(q):
         return varlen(q, k, v, rows.queries, rows.keys, scaling=scaling, sliding_window=sliding_window)
     # split(), not slices: the backward of each slice would write a buffer of the full length.
     queries, keys = [n * length for n, length, _ in rows.blocks], [n * seen for n, _, seen in rows.blocks]
@@ -184,17 +209,14 @@ def varlen(
     queries, keys: start of each row and the end, int32 (B + 1,), and the longest. A row's last query is aligned with its last
     key.
     """
-    from torch.nn.attention.varlen import varlen_attn
-
     left = -1 if sliding_window is None else sliding_window - 1
-    attend: Callable[..., Tensor | tuple[Tensor, Tensor]] = varlen_attn
-    if "enable_gqa" in signature(varlen_attn).parameters:
-        attend = partial(varlen_attn, enable_gqa=True)
-    else:  # torch 2.11 requires as many key heads as query heads
+    if not TAKES_GROUPS:
         k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
-    out = attend(q, k, v, queries[0], keys[0], queries[1], keys[1], scale=scaling, window_size=(left, 0))
+    groups: dict[str, Any] = {"enable_gqa": True} if TAKES_GROUPS else {}
+    out = varlen_attn(q, k, v, queries[0], keys[0], queries[1], keys[1], scale=scaling, window_size=(left, 0), **groups)
     assert isinstance(out, Tensor)
-    make_backward_deterministic(out)
+    if not torch.compiler.is_compiling():
+        make_backward_deterministic(out)
     return out
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 from tests.workers.engine.fsdp.two_ranks import LARGER, REDUCED
 from tests.workers.engine.toy import distance
 from trainer.planner.memory_model import Setting, Shape, reserved, training
+from workers.engine.fsdp import units
 
 TwoRanks = tuple[Path, list[dict[str, Any]]]
 
@@ -28,8 +29,11 @@ def test_sums_in_bfloat16_would_be_seen(two_ranks: TwoRanks) -> None:
     assert distance(found["bfloat16 each"], exact) <= 1.2 * distance(found["bfloat16 one"], exact)
 
 
-def test_gradients_that_wait_for_the_last_micro_batch_are_whole_on_every_rank(two_ranks: TwoRanks) -> None:
+def test_gradients_that_wait_for_the_last_micro_batch_are_whole_on_every_rank(
+    two_ranks: TwoRanks, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """And the memory model knows both: 4 bytes a parameter, or that over the ranks."""
+    monkeypatch.setattr(units, "UNIT_PARAMETERS", 1)
     shape, found = Shape.of(LARGER), two_ranks[1][0]["memory"]
     settings = {name: Setting(gpus=2, several=True, no_sync=name == "last") for name in REDUCED}
     predicted = {name: sum(training(shape, setting, 256).values()) for name, setting in settings.items()}

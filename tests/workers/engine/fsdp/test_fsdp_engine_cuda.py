@@ -109,6 +109,42 @@ def test_experts(models: dict[str, str], dtype: str, bound: float) -> None:
     assert torch.isfinite(train(gpu, range(2))["grad_norm"]).all()
 
 
+@pytest.mark.parametrize(
+    ("architecture", "changes", "bound"),
+    [
+        ("qwen2", {}, 0.05),
+        ("qwen2", {"enable_gradient_checkpointing": True, "enable_activation_offload": True}, 0.05),
+        ("llama", {"tiled_mlp": TiledMLPConfig(enabled=True, num_shards=4)}, 0.05),
+        ("qwen3", {"lora_rank": 3}, 0.05),
+        ("qwen3", {"model_dtype": "bfloat16"}, 0.05),
+        ("window", {}, 0.05),
+        ("experts", {}, 0.3),
+    ],
+)
+def test_compiled_layers(models: dict[str, str], window: str, architecture: str, changes: dict[str, Any], bound: float) -> None:
+    """Generated kernels: gradients of plain layers, for micro-batches of several sizes, and the same bits twice."""
+    path, options = (models | {"window": window})[architecture], MIXED | changes
+    plain, compiled = toy_engine(path, **options), toy_engine(path, **options, use_torch_compile=True)
+    for lengths in (LENGTHS, [7, 7, 7, 50], [333]):
+        (share,), (plan,) = cut(toy_batch(lengths), 1, max_tokens=340)
+        found, again, expected = (gradients(engine, share, plan, ToyLoss()) for engine in (compiled, compiled, plain))
+        assert distance(found, expected) < bound
+        if architecture != "experts":
+            assert distance(found, again) < 1e-3
+        outputs = [engine.forward(share, plan, {"log_probs"}) for engine in (compiled, plain)]
+        actual, expected_log_probs = (batch.tokens["log_probs"] for batch in outputs if batch is not None)
+        assert (actual - expected_log_probs).abs().max() < 5 * bound
+
+
+def test_compiled_layers_are_deterministic_if_that_is_requested(models: dict[str, str]) -> None:
+    (share,), (plan,) = cut(toy_batch([1000] * 8), 1, max_tokens=8000)
+    with deterministic_kernels() as kernels:
+        engine = toy_engine(models["qwen2"], use_torch_compile=True, **MIXED)
+        first, *others = (gradients(engine, share, plan, ToyLoss()) for _ in range(4))
+    assert all(torch.equal(grad, first[name]) for other in others for name, grad in other.items())
+    assert kernels == set()
+
+
 def test_offloading_frees_memory_and_restores_bitwise(models: dict[str, str]) -> None:
     engine = toy_engine(models["qwen2"], **MIXED)
     train(engine, range(2))

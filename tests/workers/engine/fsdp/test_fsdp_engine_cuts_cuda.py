@@ -17,6 +17,8 @@ from tests.workers.engine.toy import plain_model, plain_outputs, toy_engine
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 CUTS: dict[str, dict[str, int]] = {
     "ulysses 2": {"ulysses_sequence_parallel_size": 2},
+    "ulysses 2, compiled": {"ulysses_sequence_parallel_size": 2, "use_torch_compile": True},
+    "compiled": {"use_torch_compile": True},
     "hsdp 2x1": {"fsdp_size": 1},
     "hsdp 2x1 ulysses 2": {"fsdp_size": 1, "ulysses_sequence_parallel_size": 2},
 }

@@ -22,6 +22,7 @@ from tests.workers.engine.fsdp.cases import (
 )
 from tests.workers.engine.fsdp.pairs import pair_batch, pair_cuts, reward_loss, save_reward_model
 from tests.workers.engine.toy import Shifted, ToyLoss, ValueLoss, cut, gradients, toy_batch, toy_engine
+from workers.engine.fsdp import units
 from workers.engine.fsdp.sharding import full, local
 from workers.metric import plain_numbers
 
@@ -93,7 +94,11 @@ def accumulation(rank: int, path: Path, models: dict[str, str]) -> dict[str, Any
 
 
 def memory(rank: int, path: Path, models: dict[str, str]) -> dict[str, int]:
-    """Bytes of tensors at the fullest moment of a train step of two micro-batches, of a model that is larger than its rows."""
+    """Bytes of tensors at the fullest moment of a train step of two micro-batches, of a model that is larger than its rows.
+
+    Each layer is a unit of FSDP, as in models of 3B and more.
+    """
+    units.UNIT_PARAMETERS = 1
     if rank == 0:
         save_tiny_model(path / "larger", **LARGER)
     dist.barrier()

@@ -78,7 +78,7 @@ class Kernel(torch.autograd.Function):
 
 
 def test_the_kernel_of_a_gpu_repeats_itself_if_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", lambda q, *args, enable_gqa, **kwargs: Kernel.apply(q))
+    monkeypatch.setattr("workers.engine.hf.packed_attention.varlen_attn", lambda q, *args, enable_gqa, **kwargs: Kernel.apply(q))
     Kernel.strict = []
     q, k, v = (x[0].transpose(0, 1) for x in states(6))
     rows = PackedRows.of([6], q.device)
