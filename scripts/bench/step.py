@@ -225,6 +225,7 @@ def follow(process: subprocess.Popen[bytes], metrics: Path) -> tuple[list[float]
     ends: list[float] = []
     used: list[float] = []
     workers: list[psutil.Process] = []
+    spent: dict[int, float] = {}
     known = 0
     while process.poll() is None:
         time.sleep(POLL_SECONDS)
@@ -234,7 +235,10 @@ def follow(process: subprocess.Popen[bytes], metrics: Path) -> tuple[list[float]
         now, lines = time.perf_counter(), metrics.read_bytes().count(b"\n")
         if lines > len(ends):
             workers = workers or own_processes(psutil.Process(process.pid))
-            used.append(sum(seconds_of(worker) for worker in workers))
+            for worker in workers:
+                with suppress(psutil.Error):  # it has ended, such as a process that compiled kernels
+                    spent[worker.pid] = seconds_of(worker)
+            used.append(sum(spent.values()))
             ends.append(now)
         known = size
     return ends, used

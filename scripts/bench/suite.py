@@ -22,6 +22,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 ROOT = Path(__file__).resolve().parents[2]
+RUNNING: set["subprocess.Popen[str]"] = set()
+"""Benches that run now, in any thread."""
 LAST_LINES = 30  # printed of a bench that failed
 
 
@@ -136,30 +138,33 @@ def run(parts: Mapping[str, Part], *, quick: bool, plot: Path | None = None, roo
     return int(any(result["error"] for result in results.values()))
 
 
-def measured(part: Part, *, quick: bool, root: Path) -> dict[str, Any]:
-    """Result of a part: its figures by name, error (one line, or None) and seconds."""
+def measured(part: Part, *, quick: bool, root: Path, environment: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """Result of a part: its figures by name, error (one line, or None) and seconds. environment: further variables."""
     started = time.monotonic()
     result: dict[str, Any] = {"figures": {}, "error": None}
     try:
-        result["report"] = report = run_bench(part, part.quick if quick else part.words, root)
+        result["report"] = report = run_bench(part, part.quick if quick else part.words, root, environment)
         result["figures"] = {name: float(figure.of(report)) for name, figure in part.figures.items()}
     except (RuntimeError, LookupError, ValueError, TypeError) as error:
         result["error"] = f"{type(error).__name__}: {' '.join(str(error).split())}"
     return result | {"seconds": round(time.monotonic() - started, 1)}
 
 
-def run_bench(part: Part, words: tuple[str, ...], root: Path) -> Any:
+def run_bench(part: Part, words: tuple[str, ...], root: Path, environment: Mapping[str, str] | None = None) -> Any:
     """Report of a bench of the tree at ``root``. Raises RuntimeError if it fails or exceeds its limit; leaves no process."""
-    environment = os.environ | {"PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
+    path = os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH")]))
+    variables = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"} | dict(environment or {})
     bench = subprocess.Popen(
-        [sys.executable, "-m", f"scripts.bench.{part.bench}", *words], cwd=root, env=environment, start_new_session=True,
+        [sys.executable, "-m", f"scripts.bench.{part.bench}", *words], cwd=root, env=variables, start_new_session=True,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
+    RUNNING.add(bench)
     try:
         out, err = bench.communicate(timeout=part.seconds)
     except subprocess.TimeoutExpired:
         raise RuntimeError(f"not done after {part.seconds:g} s") from None
     finally:
+        RUNNING.discard(bench)
         end(bench)
     if bench.returncode:
         lines = err.strip().splitlines() or ["no word"]

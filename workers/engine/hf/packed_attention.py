@@ -140,24 +140,31 @@ def _has_kernel(q: Tensor) -> bool:
 
 def _can_trace(q: Tensor, rows: PackedRows) -> bool:
     # make_backward_deterministic hooks into autograd's graph, which does not exist while a layer is traced.
-    return _has_kernel(q) and rows.cut is None and rows.shared is None and not torch.are_deterministic_algorithms_enabled()
+    return _has_kernel(q) and rows.cut is None and not torch.are_deterministic_algorithms_enabled()
 
 
 def _attend_in_graph(
     q: Tensor, k: Tensor, v: Tensor, rows: PackedRows, scaling: float | None, sliding_window: int | None
 ) -> Tensor:
+    k, v = _seen(k, v, rows)
     return varlen(q, k, v, rows.queries, rows.keys, scaling=scaling, sliding_window=sliding_window)
+
+
+def _seen(k: Tensor, v: Tensor, rows: PackedRows) -> tuple[Tensor, Tensor]:
+    """Keys and values that the computed tokens attend to, (K, kv heads, D) each: those of a shared prefix several times."""
+    if rows.shared is None:
+        return k, v
+    return k.index_select(0, rows.shared.seen), v.index_select(0, rows.shared.seen)
 
 
 @torch.compiler.disable
 def _attend(q: Tensor, k: Tensor, v: Tensor, rows: PackedRows, scaling: float | None, sliding_window: int | None) -> Tensor:
     """q (T, heads, D), k and v (T, kv heads, D) -> (T, heads, D); T as this rank has them."""
-    cut, shared = rows.cut, rows.shared
+    cut = rows.cut
     if cut is not None:
         q, k, v = cut.to_heads(q, k, v)
     # After the exchange, where a rank has all computed tokens of its heads: the keys of a prefix may be another rank's.
-    if shared is not None:
-        k, v = k.index_select(0, shared.seen), v.index_select(0, shared.seen)
+    k, v = _seen(k, v, rows)
     out = _whole_rows_attention(q, k, v, rows, scaling, sliding_window)
     return out if cut is None else cut.to_tokens(out)
 

@@ -18,9 +18,12 @@ from torch.nn.functional import scaled_dot_product_attention
 from configs.schema.common import TiledMLPConfig
 from tests.tiny import save_tiny_model
 from tests.workers.engine.fsdp.cases import shards, train
+from tests.workers.engine.test_shared_prefixes import ONE_CUT, SEVERAL, grouped
 from tests.workers.engine.toy import ToyLoss, ValueLoss, cut, distance, gradients, toy_batch, toy_engine
+from workers.batch import Batch
 from workers.engine.hf import packed_attention
 from workers.engine.logprob import _compiled
+from workers.plan import MicroBatches
 
 LENGTHS = [4, 30, 1, 17, 30, 2]
 ON_HOST = {"enable_gradient_checkpointing": True, "enable_activation_offload": True}
@@ -102,29 +105,38 @@ def test_deep_models_have_the_graphs_of_one_layer(group: None, tmp_path: Path, m
     assert 0 < graphs[0] == graphs[1]
 
 
+def kernel(
+    q: Tensor, k: Tensor, v: Tensor, queries: Tensor, keys: Tensor, most: int, longest: int, *, scale: float, **options: object
+) -> Tensor:
+    """In place of the CUDA kernel, with the same signature: a mask over all pairs. It reads the longest lengths, as that does."""
+    assert options == {"window_size": (-1, 0), "enable_gqa": True} and scale == q.shape[-1] ** -0.5
+    at, to = torch.arange(len(q)), torch.arange(len(k))
+    of, other = (torch.searchsorted(ends, places, right=True) for ends, places in ((queries, at), (keys, to)))
+    ahead = (keys[of] - 1 - (queries[of] - 1 - at))[:, None] - to  # the last query of a row is aligned with its last key
+    seen = (of[:, None] == other) & (ahead >= 0) & (ahead < longest) & (queries[of] - at <= most)[:, None]
+    q, k, v = (x.transpose(0, 1) for x in (q, k, v))
+    return scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale, enable_gqa=True).transpose(0, 1)
+
+
 def test_the_kernel_for_all_rows_is_part_of_a_layers_graph(
     group: None, models: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rows of any number and length, and a longest row of any length, have one graph of a layer, and two of the head."""
-
-    def kernel(
-        q: Tensor, k: Tensor, v: Tensor, ends: Tensor, _: Tensor, longest: int, __: int, *, scale: float, **options: object
-    ) -> Tensor:
-        assert options == {"window_size": (-1, 0), "enable_gqa": True} and scale == q.shape[-1] ** -0.5
-        at = torch.arange(len(q))
-        row = torch.searchsorted(ends, at, right=True)
-        seen = (row[:, None] == row) & (at[:, None] >= at) & (at[:, None] - at < longest)
-        q, k, v = (x.transpose(0, 1) for x in (q, k, v))
-        return scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale, enable_gqa=True).transpose(0, 1)
-
+    """Rows of any number and length have one graph of a layer, rows that share prefixes another, and the head has two."""
     monkeypatch.setattr(packed_attention, "_has_kernel", lambda q: True)
     monkeypatch.setattr(packed_attention, "varlen_attn", kernel)
     plain, compiled = pair(partial(toy_engine, models["qwen2"], dtype="float64"))
-    for lengths in (LENGTHS, [7, 7, 7, 50], [33], [20, 19, 18, 17, 16, 15, 14]):
-        (share,), (plan,) = cut(toy_batch(lengths, dtype=torch.float64), 1, max_tokens=80)
+
+    def compare(share: Batch, plan: MicroBatches) -> None:
         found = [gradients(engine, share, plan, ToyLoss()) for engine in (plain, compiled)]
         assert distance(*found) < 1e-12
+
+    for lengths in (LENGTHS, [7, 7, 7, 50], [33], [20, 19, 18, 17, 16, 15, 14]):
+        (share,), (plan,) = cut(toy_batch(lengths, dtype=torch.float64), 1, max_tokens=80)
+        compare(share, plan)
     assert counters["stats"]["unique_graphs"] == 3 and not counters["graph_break"]
+    compare(grouped(), ONE_CUT)
+    compare(grouped(), SEVERAL)
+    assert counters["stats"]["unique_graphs"] == 4 and not counters["graph_break"]
 
 
 @pytest.mark.soak
