@@ -124,7 +124,7 @@ class RemoteModel:
         # Not a metric of the step: performance_metrics makes the MFU of it.
         flops = metrics.pop("flops")
         assert isinstance(flops, Metric), "a number"
-        self._flops += flops.value
+        self._flops += float(flops.value)
         return metrics
 
     def take_flops(self) -> float:

@@ -123,10 +123,10 @@ def head_sum_pi_squared(
 def head_entropy(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, at: Tensor, *, temperature: float, shard: VocabShard | None = None
 ) -> Tensor:
-    """Entropy in nats where ``at``, bool (N,), is set, 0 elsewhere: (N, H) -> (N,), chunked, without gradient."""
+    """Entropy in nats at the positions ``at``, int64 (M,), 0 elsewhere: (N, H) -> (N,), chunked, without gradient."""
     found = hidden.new_zeros(len(hidden), dtype=_accurate(hidden.dtype))
     # Vocabulary-parallel ranks have the same ``at``, so that all of them run the same number of chunks and collectives.
-    for rows in at.nonzero()[:, 0].split(chunk_size(weight.shape[0])):
+    for rows in at.split(chunk_size(weight.shape[0])):
         logits = _logits(hidden[rows], weight, bias, temperature)
         log_p = logits.sub_(_logsumexp(logits, shard)[:, None])
         found[rows] = -_summed(log_p.exp().mul_(log_p).sum(-1), shard)

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from workers.engine.micro_batch import to_device
 from workers.prefixes import Chain
 
 
@@ -86,7 +87,7 @@ class SharedPrefixes:
             first = starts[owners[key][0]]
             places[starts[row] + begin : starts[row] + end] = places[first + begin : first + end]
         seen = np.concatenate([places[s.start : s.start + s.seen] for s in stretches])
-        on_device = [torch.from_numpy(x).to(device) for x in (computed, places, seen)]
+        on_device = [to_device(torch.from_numpy(x), device) for x in (computed, places, seen)]
         return cls(tuple(stretches), on_device[0], on_device[1], on_device[2], padding)
 
 

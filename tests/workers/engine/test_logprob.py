@@ -112,9 +112,10 @@ def test_entropy_of_some_positions_is_that_of_all_where_it_is_asked_for(with_bia
     monkeypatch.setattr(logprob, "chunk_size", lambda vocabulary: 2)
     at = torch.tensor([True, False, True, True, False, False, True])
     _, expected = plain(hidden, weight, bias, targets, 0.6)
-    found = head_entropy(hidden, weight, bias, at, temperature=0.6)
+    found = head_entropy(hidden, weight, bias, at.nonzero()[:, 0], temperature=0.6)
     torch.testing.assert_close(found, torch.where(at, expected.detach(), 0.0), rtol=1e-12, atol=1e-12)
-    assert not found.requires_grad and not head_entropy(hidden, weight, bias, torch.zeros(7).bool(), temperature=0.6).any()
+    nowhere = torch.zeros(0, dtype=torch.int64)
+    assert not found.requires_grad and not head_entropy(hidden, weight, bias, nowhere, temperature=0.6).any()
 
 
 def test_no_positions_still_give_gradients() -> None:
@@ -139,7 +140,7 @@ def test_no_positions_on_a_cut_head(group: None) -> None:
     assert weight.grad is not None and not weight.grad.any()
     assert head_sum_pi_squared(hidden[:0], weight, None, temperature=0.6, shard=shard).shape == (0,)
     assert head_top_log_probs(hidden[:0], weight, None, temperature=0.6, shard=shard).shape == (0, 2)
-    nowhere = torch.zeros(7, dtype=torch.bool)
+    nowhere = torch.zeros(0, dtype=torch.int64)
     assert not head_entropy(hidden, weight, None, nowhere, temperature=0.6, shard=shard).any()
 
 

@@ -16,6 +16,7 @@ from trainer.algorithms.policy_losses import POLICY_LOSSES, PolicyLossFn, Policy
 from trainer.algorithms.proximal import proximal_log_probs
 from trainer.algorithms.trajectories import Trajectories
 from workers.batch import Batch
+from workers.engine.micro_batch import SAMPLED
 from workers.metric import Metric, Metrics
 
 
@@ -157,8 +158,8 @@ class ActorLoss:
         if self.wants_entropy:
             metrics["actor/entropy"] = Metric.token_mean(outputs["entropy"], mask)
             loss = loss - config.entropy_coeff * outputs["entropy"]
-        elif (sampled := tokens["entropy_mask"] * mask).any():
-            metrics["actor/entropy"] = Metric.token_mean(outputs["sampled_entropy"], sampled)
+        elif _is_sampled(micro_batch):
+            metrics["actor/entropy"] = Metric.token_mean(outputs["sampled_entropy"], tokens["entropy_mask"] * mask)
         if self.kl_column is not None:
             estimate = kl.kl_estimate(config.kl_loss_type, outputs[self.kl_column], tokens[f"ref_{self.kl_column}"])
             metrics["actor/kl_loss"] = Metric.sum((estimate.detach() * weight).sum())
@@ -197,6 +198,13 @@ def entropy_mask(response_mask: Tensor) -> Tensor:
     # its fraction.
     number *= np.uint32(2654435769)
     return trained.masked_scatter(trained, torch.from_numpy(number < 2**28).to(trained.device))
+
+
+def _is_sampled(micro_batch: Batch) -> bool:
+    """Whether the entropy of any of its tokens is measured. An engine knows that without waiting for its GPU."""
+    if (places := micro_batch.meta.get(SAMPLED)) is not None:
+        return len(places) > 0
+    return bool((micro_batch.tokens["entropy_mask"] * micro_batch.tokens["response_mask"]).any())
 
 
 def importance(inputs: PolicyLossInputs, is_weights: Tensor, needs: frozenset[str]) -> Tensor:

@@ -53,7 +53,7 @@ from workers.engine.hf.hf_model import (
 )
 from workers.engine.hf.moe_aux_loss import ROUTED, LoadBalance
 from workers.engine.hf.packed_attention import PackedRows
-from workers.engine.micro_batch import ForwardOutputs, flat_rows, longest_first, micro_batch, weighted
+from workers.engine.micro_batch import PREDICTED, SAMPLED, ForwardOutputs, flat_rows, longest_first, micro_batch, weighted
 from workers.engine.offload import Offloadable, Place
 from workers.engine.out_of_memory import convert_out_of_memory
 from workers.engine.shared_prefixes import SharedPrefixes
@@ -302,11 +302,8 @@ class FSDPEngine(TrainEngine):
             results = self._model(input_ids, positions, packed, **routing_kwargs)
             kept = {"values": total, "last_value": len(rows), "scores": len(rows)}
             return {name: out[: kept[name]] if name in kept else out for name, out in results.items()}
-        # The first token of a row has no predecessor whose state could predict it.
-        predicted = (rows.tokens["response_mask"].bool() & (positions[:total] > 0)).nonzero()[:, 0]
-        temperature, entropy_mask = rows.meta["temperature"], rows.tokens.get("entropy_mask")
-        head_kwargs = {"temperature": temperature, "outputs": outputs, "entropy_mask": entropy_mask}
-        results = self._model(input_ids, positions, packed, predicted, **head_kwargs, **routing_kwargs)
+        head_kwargs = {"temperature": rows.meta["temperature"], "outputs": outputs, "sampled": rows.meta.get(SAMPLED)}
+        results = self._model(input_ids, positions, packed, rows.meta[PREDICTED], **head_kwargs, **routing_kwargs)
         return {name: out if name in ROUTED else out[:total] for name, out in results.items()}
 
     def export_weights(self, *, dtype: torch.dtype | None = None, kind: Weights = "merged") -> Iterator[tuple[str, Tensor]]:

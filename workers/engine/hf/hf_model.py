@@ -89,7 +89,7 @@ class PackedModel(nn.Module):
         predicted: Tensor | None = None,
         temperature: float = 1.0,
         outputs: Collection[str] = ("log_probs",),
-        entropy_mask: Tensor | None = None,
+        sampled: Tensor | None = None,
         routed: int | None = None,
         routed_gradient: bool = False,
     ) -> dict[str, Tensor]:
@@ -98,7 +98,7 @@ class PackedModel(nn.Module):
         input_ids, positions: int64 (T,); positions start at 0 in each row. predicted: int64 (N,), tokens whose log-probs are
         wanted, never the first of a row; a value head computes all tokens, a reward head the last of each row. If ``rows`` are
         split over ranks, all ranks pass the same T tokens and return the same results. If prefixes are shared, T still counts all
-        tokens of all rows. entropy_mask: bool (T,), for the output sampled_entropy.
+        tokens of all rows. sampled: int64 (M,), those of the predicted for the output sampled_entropy.
         routed: number of leading tokens for which router statistics are computed; None: none. routed_gradient: whether they have
         a gradient.
 
@@ -130,14 +130,17 @@ class PackedModel(nn.Module):
         assert predicted is not None, "a language head wants to know which tokens"
         total = len(input_ids)
         targets, before = rows.before(predicted, total)
-        at = None if entropy_mask is None else entropy_mask[targets]
-        found = self._language_head(hidden.index_select(0, before), input_ids[targets], temperature, outputs, at)
+        if sampled is not None and rows.cut is not None:
+            # This rank predicts some of them.
+            wanted = torch.zeros(total, dtype=torch.bool, device=predicted.device).index_fill(0, predicted[sampled], True)
+            sampled = wanted[targets].nonzero()[:, 0]
+        found = self._language_head(hidden.index_select(0, before), input_ids[targets], temperature, outputs, sampled)
         return routing | {name: rows.answers(out, targets, total) for name, out in found.items()}
 
     def _language_head(
-        self, before: Tensor, targets: Tensor, temperature: float, outputs: Collection[str], entropy_at: Tensor | None
+        self, before: Tensor, targets: Tensor, temperature: float, outputs: Collection[str], sampled: Tensor | None
     ) -> dict[str, Tensor]:
-        """before (N, H), targets int64 (N,), entropy_at bool (N,) -> log_probs (N,) and the other ``outputs``."""
+        """before (N, H), targets int64 (N,), sampled int64 (M,) -> log_probs (N,) and the other ``outputs``."""
         # Only its weight is used: the module's own forward would materialise all logits.
         lm_head = self.hf.get_output_embeddings()
         weight, bias = lm_head.weight, lm_head.bias
@@ -147,8 +150,8 @@ class PackedModel(nn.Module):
         )
         found = {"log_probs": log_probs} if entropy is None else {"log_probs": log_probs, "entropy": entropy}
         if "sampled_entropy" in outputs:
-            assert entropy_at is not None, "see TrainEngine.train_step"
-            found["sampled_entropy"] = head_entropy(before, weight, bias, entropy_at, temperature=temperature)
+            assert sampled is not None, "see TrainEngine.train_step"
+            found["sampled_entropy"] = head_entropy(before, weight, bias, sampled, temperature=temperature)
         if "sum_pi_squared" in outputs:
             found["sum_pi_squared"] = head_sum_pi_squared(before, weight, bias, temperature=temperature)
         if "top_log_probs" in outputs:

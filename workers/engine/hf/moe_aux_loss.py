@@ -65,7 +65,7 @@ class LoadBalance:
         self._load = self._load + load * real
         tokens = int(load[0].sum()) // self._top_k
         loss, counted = balance_loss(load, probabilities, tokens), tokens * real
-        return self._weight * counted * loss, {"moe_aux_loss": Metric(float(loss.detach()), "mean", counted)}
+        return self._weight * counted * loss, {"moe_aux_loss": Metric(loss.detach().double(), "mean", counted)}
 
     def metrics(self) -> Metrics:
         """Metrics over the mini-batch and all ranks. Collective.

@@ -22,6 +22,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from workers.determinism import make_backward_deterministic
+from workers.engine.micro_batch import to_device
 from workers.engine.shared_prefixes import SharedPrefixes
 from workers.engine.ulysses import TokenSharding
 
@@ -65,7 +66,7 @@ class PackedRows:
         sizes = [(n, n) for n in lengths] if shared is None else [(s.length, s.seen) for s in shared.stretches]
         blocks = tuple((len(list(run)), *size) for size, run in groupby(sizes))
         queries, keys = (_ends(column, device) for column in zip(*sizes, strict=True))
-        last = torch.tensor(lengths).cumsum(0).to(device) - 1
+        last = to_device(torch.tensor(lengths).cumsum(0) - 1, device)
         return cls(blocks, queries, keys, last, cut, shared)
 
     def own(self, whole: Tensor) -> Tensor:
@@ -100,7 +101,7 @@ class PackedRows:
 def _ends(lengths: Sequence[int], device: torch.device) -> Ends:
     """Cumulative offsets, int32 (n + 1,), and the largest length."""
     # int32 is what variable-length kernels take.
-    return torch.tensor([0, *lengths]).cumsum(0).to(device, torch.int32), max(lengths)
+    return to_device(torch.tensor([0, *lengths]).cumsum(0).int(), device), max(lengths)
 
 
 def packed_attention(

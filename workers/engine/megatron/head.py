@@ -81,7 +81,8 @@ def head(
     )
     found = {"log_probs": value} if entropy is None else {"log_probs": value, "entropy": entropy}
     if "sampled_entropy" in outputs:
-        found["sampled_entropy"] = head_entropy(hidden, weight, None, sampled, temperature=temperature, shard=shard)
+        at = sampled.nonzero()[:, 0]
+        found["sampled_entropy"] = head_entropy(hidden, weight, None, at, temperature=temperature, shard=shard)
     if "sum_pi_squared" in outputs:
         found["sum_pi_squared"] = head_sum_pi_squared(hidden, weight, None, temperature=temperature, shard=shard)
     if "top_log_probs" in outputs:
