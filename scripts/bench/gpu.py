@@ -1,9 +1,9 @@
-"""The speed benches on this machine's GPUs: each figure beside its goal, its limit and a rival's; results, a table, a history.
+"""The speed benches on this machine's GPUs: each figure with its goal, its limit and a rival's; results, a table, a history.
 
     scripts/bench/gpu.sh                          # on one GPU or several, about 20 minutes
     scripts/bench/gpu.sh --rows train-7b step     # some of them
     scripts/bench/gpu.sh --quick                  # smoke versions on the CPU, whose figures mean nothing
-    python -m scripts.bench.gpu table RESULTS.json ... --docs docs/gpu_speed.md     # merge results into the page
+    python scripts/bench/gpu.py table RESULTS.json ... --docs docs/gpu_speed.md     # merge results into the page
 
 Rows for one GPU run side by side, one on each GPU; then those for several. Each runs in processes of its own, under a time limit;
 a line is printed and OUT/results.json written when it ends. The page keeps its results next to it, in a .json: all of them, and
@@ -240,7 +240,7 @@ def record_of(name: str, row: Row, found: Mapping[str, Any], gpus: int, where: M
 
 def publish(argv: Sequence[str]) -> None:
     """Merge results into the page and into its history."""
-    parser = argparse.ArgumentParser(prog="python -m scripts.bench.gpu table")
+    parser = argparse.ArgumentParser(prog="gpu.py table")
     parser.add_argument("results", type=Path, nargs="+")
     parser.add_argument("--docs", type=Path, required=True)
     args = parser.parse_args(argv)

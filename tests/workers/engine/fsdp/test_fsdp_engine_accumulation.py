@@ -19,7 +19,7 @@ from workers import metric
 from workers.engine.fsdp import units
 
 WAITS = {"aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::is_nonzero", "aten::equal"}
-"""Operations that would wait for a GPU. Columns of a batch, which is on the host, are theirs to read."""
+"""Operations that would wait for a GPU. They may read columns of a batch, which is on the host."""
 TwoRanks = tuple[Path, list[dict[str, Any]]]
 
 
@@ -69,8 +69,8 @@ class Reads(TorchDispatchMode):
         name, indices = op._schema.name, args[1] if len(args) > 1 and isinstance(args[1], list | tuple) else ()
         by_mask = "index" in name and any(isinstance(one, Tensor) and one.dtype == torch.bool for one in indices)
         if name in WAITS or by_mask:
-            ours = [frame for frame in traceback.extract_stack() if {"workers", "trainer"} & {*Path(frame.filename).parts}]
-            where = next(frame for frame in reversed(ours) if "tests" not in Path(frame.filename).parts)
+            called = [frame for frame in traceback.extract_stack() if {"workers", "trainer"} & {*Path(frame.filename).parts}]
+            where = next(frame for frame in reversed(called) if "tests" not in Path(frame.filename).parts)
             if Path(where.filename).name not in {"batch.py", "micro_batch.py"}:
                 self.found[f"{Path(where.filename).name}: {where.line}"] += 1
         return op(*args, **(kwargs or {}))
