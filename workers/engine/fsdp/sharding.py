@@ -42,7 +42,8 @@ def device_mesh(device: str, fsdp_size: int) -> DeviceMesh:
 def compiles(fsdp: FSDPConfig, device: str) -> bool:
     """Whether layers and language head are compiled: use_torch_compile, or on CUDA where it is None.
 
-    Triton builds its launchers as C extensions of Python: where it cannot, None means False, and a warning gives the reason.
+    Triton builds its launchers as C extensions of Python: where it cannot, None means False, and the rank's log has the
+    reason.
     """
     if fsdp.use_torch_compile is not None:
         return fsdp.use_torch_compile
