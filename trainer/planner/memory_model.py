@@ -172,8 +172,9 @@ def head_gradient(shape: Shape, setting: Setting) -> float:
 
 
 def reducing(shape: Shape, setting: Setting) -> float:
-    """Bytes of one unit's float32 gradients during reduce-scatter, kept until the next unit's follow; and what its other layers
-    have in the compute dtype.
+    """Bytes of one unit's float32 gradients during reduce-scatter, kept until the next unit's follow.
+
+    Includes the gradients of the unit's other layers in the compute dtype, which wait for its last one.
     """
     waiting = setting.compute * (unit_parameters(shape) - shape.layer_parameters)
     return FLOAT32 * unit_parameters(shape) + waiting if setting.trained and setting.wrapped else 0.0

@@ -21,7 +21,7 @@ from heapq import heappop, heappush
 from itertools import groupby
 
 from trainer.planner.hardware import Hardware
-from trainer.planner.memory_model import Shape
+from trainer.planner.memory_model import Shape, unit_parameters
 
 FLOAT32 = 4
 Parts = dict[str, float]
@@ -155,16 +155,16 @@ def fsdp(
     over the shards in every micro-batch, and once over the copies of HSDP.
     """
     gathers = micro_batches * (2 if backward and reshard else 1)
-    units, root = shape.layers * shape.layer_parameters, shape.root_parameters
-    whole = gathers * (shards.ring(size * shape.layer_parameters, shape.layers) + shards.ring(size * root))
+    layers, unit, root = shape.layers * shape.layer_parameters, unit_parameters(shape), shape.root_parameters
+    whole = gathers * (shards.ring(size * unit, layers / unit) + shards.ring(size * root))
     if backward:
-        whole += micro_batches * shards.ring(FLOAT32 * (units + root), 1) + copies.ring(
+        whole += micro_batches * shards.ring(FLOAT32 * (layers + root), 1) + copies.ring(
             FLOAT32 * shape.parameters / shards.ranks, rounds=2
         )
     if shards.hardware.device == "cpu":
         return {"collectives": whole}
-    # Nothing hides the gather of the root and the first layer, and in the backward the reduction of the root.
-    first = gathers * shards.ring(size * (root + shape.layer_parameters)) + micro_batches * backward * shards.ring(FLOAT32 * root)
+    # Nothing hides the gather of the root and the first unit, and in the backward the reduction of the root.
+    first = gathers * shards.ring(size * (root + unit)) + micro_batches * backward * shards.ring(FLOAT32 * root)
     return {"collectives": max(first, whole - compute)}
 
 

@@ -161,7 +161,7 @@ def head_top_log_probs(
 def _logsumexp(logits: Tensor, shard: VocabShard | None) -> Tensor:
     """Log-sum-exp over the full vocabulary, (C, V) -> (C,): that of the shards' log-sum-exps."""
     if torch.compiler.is_compiling():
-        # Inductor has a kernel of one pass for exactly these operations, and of two for logsumexp.
+        # For these operations Inductor generates a kernel of one pass, for logsumexp one of two.
         top = logits.amax(-1, keepdim=True)
         mine = (top + (logits - top).exp().sum(-1, keepdim=True).log())[:, 0]
     else:

@@ -52,7 +52,7 @@ def tile_mlps(model: PackedModel, shards: int) -> None:
 
 @cache
 def _tiled_class(mlp: type[nn.Module], shards: int) -> type[nn.Module]:
-    """Subclass that runs in tiles; one for all layers, so that they share compiled graphs."""
+    """Subclass that runs in tiles; one for all layers, so that they share compiled graphs (see hf_model._fused_norm)."""
 
     class TiledMLP(mlp):  # type: ignore[misc, valid-type] # a variable base
         def forward(self, x: Tensor) -> Tensor:

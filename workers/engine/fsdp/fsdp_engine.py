@@ -1,7 +1,7 @@
 """FSDP2 engine: parameters, gradients and optimizer state are sharded over ranks; tokens too with Ulysses.
 
-A train step runs micro-batches one after the other. FSDP gathers each layer for its forward and backward, and reduces gradients
-to shards by summing, never averaging (sharding.shard). The optimizer updates local shards.
+A train step runs micro-batches one after the other. FSDP gathers units of one or more layers (units.py) for their forward and
+backward, and reduces gradients to shards by summing, never averaging (sharding.shard). The optimizer updates local shards.
 """
 
 from __future__ import annotations

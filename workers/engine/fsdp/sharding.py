@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 import os
 import shutil
+import sysconfig
 from collections.abc import Mapping
 from functools import partial
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -40,15 +42,23 @@ def device_mesh(device: str, fsdp_size: int) -> DeviceMesh:
 def compiles(fsdp: FSDPConfig, device: str) -> bool:
     """Whether layers and language head are compiled: use_torch_compile, or on CUDA where it is None.
 
-    Triton builds its launchers with a C compiler: where there is none, None means False, and a warning says so.
+    Triton builds its launchers as C extensions of Python: where it cannot, None means False, and the rank's log has the
+    reason.
     """
     if fsdp.use_torch_compile is not None:
         return fsdp.use_torch_compile
     if device != "cuda":
         return False
-    if not (found := any(map(shutil.which, filter(None, (os.environ.get("CC"), "cc", "gcc", "clang"))))):
-        announce(["layers are not compiled: no C compiler on this machine; install gcc, or set use_torch_compile=false"])
-    return found
+    # As Triton searches: CC alone if it is set, then gcc or clang, never cc; and Python's headers where sysconfig has them.
+    headers = Path(sysconfig.get_path("include", "posix_prefix"))
+    if not any(map(shutil.which, [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang"])):
+        missing = f"no C compiler CC={os.environ['CC']}" if "CC" in os.environ else "no C compiler; install gcc"
+    elif not (headers / "Python.h").is_file():
+        missing = f"no Python.h in {headers}; install Python's headers (python3-dev)"
+    else:
+        return True
+    announce([f"layers are not compiled: {missing}, or set use_torch_compile=false"])
+    return False
 
 
 def compile_layers(model: PackedModel) -> None:
@@ -57,8 +67,8 @@ def compile_layers(model: PackedModel) -> None:
     A layer's forward is compiled, not the module: hooks, of FSDP and of recomputation, stay outside of the graphs. All layers of
     a kind share their graphs, for any number of tokens.
     """
-    # Roles of a worker have layers of one class, and each role a graph for every kind of layer, with and without gradient. At
-    # torch's limit, 8, layers run uncompiled from then on.
+    # The roles of a worker may have layers of one class. Each role needs a graph for every kind of layer, with and without
+    # gradient. Beyond torch's limit of 8 graphs, layers would run uncompiled.
     torch._dynamo.config.recompile_limit = 64
     model.fused = True
     for layer in model.layers:
@@ -85,7 +95,8 @@ def shard(model: PackedModel, mesh: DeviceMesh, fsdp: FSDPConfig) -> None:
     # Gradients of ranks are summed in float32 at least, also where layers compute in bfloat16.
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.promote_types(dtype, torch.float32))
     layers = model.layers
-    size = layers_per_unit(sum(param.numel() for param in layers[0].parameters()))
+    # Layers may differ: a mixture of experts may begin with dense ones, which are smaller.
+    size = layers_per_unit(max((sum(param.numel() for param in layer.parameters()) for layer in layers), default=1))
     for start in range(0, len(layers), size):
         fully_shard(layers[start : start + size], mesh=mesh, mp_policy=policy, reshard_after_forward=fsdp.reshard_after_forward)
     if model.head != "lm":

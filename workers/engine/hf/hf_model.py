@@ -72,7 +72,7 @@ class PackedModel(nn.Module):
 
     @property
     def layers(self) -> list[nn.Module]:
-        """Decoder layers: the units that are gathered, recomputed and freed."""
+        """Decoder layers: each is recomputed by itself; FSDP gathers and frees units of one or more."""
         kinds = self.hf._no_split_modules or ()
         return [module for module in self.hf.modules() if type(module).__name__ in kinds]
 
@@ -267,8 +267,9 @@ def fuse_norms(hf: PreTrainedModel) -> PreTrainedModel:
 
 @cache
 def _fused_norm(norm: type[nn.Module]) -> type[nn.Module]:
-    """Subclass that is fused on CUDA. torch.compile guards a method that was set on a module by its identity: with a class that
-    all layers have, they share one graph.
+    """Subclass that is fused on CUDA; one for all norms of a class.
+
+    torch.compile guards a method set on a module by its identity, so that each layer would need a graph of its own.
     """
 
     class FusedNorm(norm):  # type: ignore[misc, valid-type] # a variable base

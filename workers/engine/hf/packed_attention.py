@@ -124,8 +124,8 @@ def packed_attention(
     applied. sliding_window: a token attends to itself and the ``sliding_window - 1`` before it. Raises ValueError for anything
     but plain attention over complete rows: a mask of the model's own, capped scores, sinks.
 
-    In a compiled layer the CUDA kernel is part of the layer's graph. What reads sizes of rows on the host or communicates is
-    not: the layer is then compiled up to here and from here on.
+    In a compiled layer the CUDA kernel is part of the layer's graph. Code that reads sizes of rows on the host or communicates
+    cannot be: the layer is then compiled in two parts, before and after attention.
     """
     if attention_mask is not None or softcap is not None or s_aux is not None:
         raise ValueError(f"{type(module).__name__}: packed attention supports no masks, score caps or sinks of a model's own")

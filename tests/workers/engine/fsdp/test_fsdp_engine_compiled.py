@@ -88,6 +88,7 @@ def test_layers_share_graphs_that_serve_every_micro_batch(group: None, models: d
         pytest.param("qwen2", {}, id="norms"),
         pytest.param("llama", TILED, id="tiled"),
         pytest.param("qwen3", {"lora_rank": 2}, id="adapter"),
+        pytest.param("qwen3_moe", {}, id="experts", marks=pytest.mark.soak),
     ],
 )
 def test_deep_models_have_the_graphs_of_one_layer(group: None, tmp_path: Path, model: str, options: dict[str, Any]) -> None:

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -47,7 +48,7 @@ def main(rank: int, directory: str, models: dict[str, str]) -> None:
     path = Path(directory)
     dist.init_process_group("gloo", init_method=f"file://{path / 'rendezvous_of_two'}", rank=rank, world_size=2)
     checks = (
-        invariance, accumulation, memory, parity, checkpoint, from_one_rank, value_head, options, export, skipping, lora,
+        invariance, accumulation, grouped, memory, parity, checkpoint, from_one_rank, value_head, options, export, skipping, lora,
         reward_head, experts, snapshots,
     )  # fmt: skip
     found: dict[str, Any] = {check.__name__: check(rank, path, models) for check in checks}
@@ -93,12 +94,32 @@ def accumulation(rank: int, path: Path, models: dict[str, str]) -> dict[str, Any
     return found
 
 
+def grouped(rank: int, path: Path, models: dict[str, str]) -> dict[str, Any]:
+    """Gradients with units of one, two and all five layers."""
+    if rank == 0:
+        save_tiny_model(path / "deep", num_hidden_layers=5)
+    dist.barrier()
+    layer = toy_engine(str(path / "deep"), optimizer=None)._model.hf.base_model.layers[0]
+    parameters, found = sum(param.numel() for param in layer.parameters()), {}
+    shares, plans = cut(toy_batch([31, 7, 64, 12, 90, 5], dtype=torch.float64), 2, max_tokens=100)
+    for name, changes in {
+        "plain": {},
+        "recomputed": {"enable_gradient_checkpointing": True},
+        "gathered": {"reshard_after_forward": False},
+    }.items():
+        for layers in (1, 2, 5):
+            with mock.patch.object(units, "UNIT_PARAMETERS", layers * parameters):
+                engine = toy_engine(str(path / "deep"), dtype="float64", **changes)
+            found[f"{name} {layers}"] = gradients(engine, shares[rank], plans[rank], ToyLoss())
+    return found
+
+
+@mock.patch.object(units, "UNIT_PARAMETERS", 1)
 def memory(rank: int, path: Path, models: dict[str, str]) -> dict[str, int]:
     """Bytes of tensors at the fullest moment of a train step of two micro-batches, of a model that is larger than its rows.
 
     Each layer is a unit of FSDP, as in models of 3B and more.
     """
-    units.UNIT_PARAMETERS = 1
     if rank == 0:
         save_tiny_model(path / "larger", **LARGER)
     dist.barrier()
