@@ -169,9 +169,13 @@ HERE = ("pair by pair", "few tokens", "megatron")
 @pytest.mark.parametrize("name", [name if name in HERE else pytest.param(name, marks=pytest.mark.soak) for name in ENGINES])
 def test_cut_and_engine_do_not_change_the_run(task: Path, whole: list[dict[str, float]], tmp_path: Path, name: str) -> None:
     """No pair is split, and the mean is over all of them."""
-    for mine, others in zip(whole, run(task, tmp_path, *ENGINES[name]), strict=True):
+    for step, (mine, others) in enumerate(zip(whole, run(task, tmp_path, *ENGINES[name]), strict=True)):
         for part in ("train", "val"):
-            assert measured(mine, part) == pytest.approx(measured(others, part), rel=1e-3, abs=1e-5)
+            one, other = measured(mine, part), measured(others, part)
+            if step == 0 and part == "train":
+                # The model still is its reference: every pair is a tie, up to rounding.
+                del one["accuracy"], other["accuracy"]
+            assert one == pytest.approx(other, rel=1e-3, abs=1e-5)
         assert mine["train/grad_norm"] == pytest.approx(others["train/grad_norm"], rel=1e-3)
 
 

@@ -86,8 +86,8 @@ def test_layers_share_graphs_that_serve_every_micro_batch(group: None, models: d
     ("model", "options"),
     [
         pytest.param("qwen2", {}, id="norms"),
-        pytest.param("llama", TILED, id="tiled"),
-        pytest.param("qwen3", {"lora_rank": 2}, id="adapter"),
+        pytest.param("llama", TILED, id="tiled", marks=pytest.mark.soak),
+        pytest.param("qwen3", {"lora_rank": 2}, id="adapter", marks=pytest.mark.soak),
         pytest.param("qwen3_moe", {}, id="experts", marks=pytest.mark.soak),
     ],
 )
