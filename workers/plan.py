@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from heapq import heapreplace
+from itertools import accumulate
 
 import torch
 
@@ -21,6 +22,8 @@ from workers.prefixes import Chain, repeated
 from workers.seeding import seed_of
 
 EVEN = 1.01  # accepted imbalance: work of the busiest rank / smallest possible work per rank
+FIXED = 1 / 32
+"""Work of a micro-batch that does not depend on its tokens (launching kernels, gathering parameters), in full micro-batches."""
 MicroBatches = tuple[tuple[int, ...], ...]
 """Row indices of each micro-batch within a rank's shard. An empty micro-batch runs a dummy row of weight zero."""
 
@@ -145,29 +148,40 @@ class SharedRows:
     def plan(self, n_ranks: int, limits: Limits, *, attention_cost: float = 0.0) -> Plan:
         """Plan such rows, see ``make_plan``. Raises ValueError if a single row or unit exceeds ``max_tokens``.
 
-        Trees that stay together cost less; parts of trees are easier to balance over ranks. Whole trees, halves, quarters, ...,
-        single branches and single units are tried, and the plan with the least work on the busiest rank wins. The search ends at
-        the first plan whose busiest rank has at most EVEN times the smallest possible work.
+        Trees that stay together cost less; parts of trees fill micro-batches, and are easier to balance over ranks. Whole trees,
+        trees that are cut where a micro-batch is full, halves, quarters, ..., single branches and single units are tried, and the
+        plan with the least work on the busiest rank wins. The search ends at a plan whose busiest rank has at most EVEN times the
+        smallest possible work, and after full micro-batches if the best plan is balanced.
         """
         check_rows_fit(self.lengths, limits)
         self._check_units_fit(limits)
-        least = self.cost(range(len(self.lengths)), attention_cost) / n_ranks
-        best, best_cost = Plan((), ()), math.inf
-        for plan in self._plans(n_ranks, limits, attention_cost):
-            cost = max(sum(self.cost(part, attention_cost) for part in cut) for cut in plan.rows_by_rank())
-            if cost < best_cost:
-                best, best_cost = plan, cost
-            if cost <= EVEN * least:
+        rows = range(len(self.lengths))
+        least = self.cost(rows, attention_cost) / n_ranks
+        if limits.max_tokens is not None:
+            least += FIXED * limits.max_tokens * -(-self.computed(rows) // (n_ranks * limits.max_tokens))
+        best, busiest, mean = Plan((), ()), math.inf, 0.0
+        for i, plan in enumerate(self._plans(n_ranks, limits, attention_cost)):
+            work = self.work(plan, limits, attention_cost)
+            if max(work) < busiest:
+                best, busiest, mean = plan, max(work), sum(work) / n_ranks
+            if busiest <= EVEN * (least if i == 0 else max(least, mean)):
                 break
         return best
 
+    def work(self, plan: Plan, limits: Limits, attention_cost: float = 0.0) -> list[float]:
+        """Work of each rank, in the unit of ``row_costs``."""
+        fixed = FIXED * (limits.max_tokens or 0)
+        return [sum(fixed + self.cost(part, attention_cost) for part in cut) for cut in plan.rows_by_rank()]
+
     def _plans(self, n_ranks: int, limits: Limits, attention_cost: float) -> Iterator[Plan]:
-        """Yield candidate plans: whole trees, halves, quarters, ..., finally single units."""
+        """Yield candidate plans: whole trees, filled micro-batches, halves, quarters, ..., finally single units."""
         members = self.members()
         largest, parts = max(Counter(self._root(rows[0]) for rows in members).values(), default=1), 1
         # A limit in rows would count parts of trees instead, so trees are not kept together under it.
         while limits.max_tokens is not None and parts < largest:
             yield self._plan_of(self._parts_of_trees(parts, limits.max_tokens), n_ranks, limits, attention_cost)
+            if parts == 1:
+                yield self._plan_of(self._full_parts(n_ranks, limits.max_tokens), n_ranks, limits, attention_cost)
             parts *= 2
         if self.units is None:
             yield make_plan(self.lengths, n_ranks, limits, attention_cost=attention_cost)
@@ -217,6 +231,27 @@ class SharedRows:
                 dealt = _dealt(branches, n := n + 1)
             found += dealt
         return found
+
+    def _full_parts(self, n_ranks: int, max_tokens: int) -> list[list[int]]:
+        """Rows of equal parts, into which trees are cut one after the other: few parts, and few trees with rows in several.
+
+        Their number is a multiple of ``n_ranks``, and no larger than needed for none to exceed ``max_tokens``, give or take a
+        sixteenth.
+        """
+        order = sorted(self.members(), key=lambda unit: (self._root(unit[0]), self.chains[unit[0]]))
+        rows = [row for unit in order for row in unit]
+        shared = dict(zip(rows, repeated(rows, self.chains), strict=True))
+        sizes = [sum(self.lengths[row] - shared[row] for row in unit) for unit in order]
+        middles = [end - size / 2 for end, size in zip(accumulate(sizes), sizes, strict=True)]
+        total, n = sum(sizes), n_ranks * -(-sum(sizes) // (n_ranks * max_tokens))
+        while n < len(order):
+            parts: dict[int, list[int]] = {}
+            for unit, middle in zip(order, middles, strict=True):
+                parts.setdefault(int(middle * n / total), []).extend(unit)
+            if max(map(self.computed, parts.values())) <= max_tokens:
+                return list(parts.values())
+            n += n_ranks * max(1, n // (16 * n_ranks))
+        return order
 
     def _root(self, row: int) -> int:
         """Number of the row's tree; negative if it shares nothing."""

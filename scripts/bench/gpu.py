@@ -171,7 +171,7 @@ def main() -> None:
 
 
 def run(chosen: Mapping[str, Row], gpus: int, where: Mapping[str, str], out: Path, *, quick: bool, root: Path = ROOT) -> int:
-    """Run rows, write OUT/results.json after each; return the exit code: 1 if one failed."""
+    """Run rows; return the exit code: 1 if one failed. After each: OUT/ROW.json (the bench's report), OUT/results.json."""
     results: list[dict[str, Any]] = []
     free: Queue[int] = Queue()
     for gpu in range(gpus):
@@ -194,6 +194,8 @@ def run(chosen: Mapping[str, Row], gpus: int, where: Mapping[str, str], out: Pat
         record = record_of(name, row, found, row.gpus if row.gpus > 0 else gpus, where)
         with lock:
             results.append(record)
+            if "report" in found:
+                write_atomic(out / f"{name}.json", json.dumps(found["report"], indent=1) + "\n")
             write_atomic(out / "results.json", json.dumps(results, indent=1) + "\n")
             print("\n".join([f"{name}: {found['error'] or ''} {found['seconds']} s", *cells([record])]), flush=True)
 

@@ -245,7 +245,8 @@ def measure_groups(args: argparse.Namespace) -> dict[str, Any]:
     print("| rows | tokens | computed | log-probs, ms | x whole | f+b, ms | x whole |\n" + "|---" * 7 + "|", file=sys.stderr)
     with tempfile.TemporaryDirectory() as folder:
         engine = LoneEngine(
-            shape=args.shapes[0], device=args.device, model_dtype=args.model_dtype, dtype=args.dtypes[0], recompute=args.recompute
+            shape=args.shapes[0], device=args.device, model_dtype=args.model_dtype, dtype=args.dtypes[0],
+            recompute=args.recompute, compiled=args.compile,
         ).build(Path(folder))  # fmt: skip
         cases: dict[str, Any] = {}
         for lengths in args.groups or ():

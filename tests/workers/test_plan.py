@@ -209,6 +209,26 @@ def test_groups_stay_on_one_rank_unless_halves_are_even() -> None:
     assert {tokens for _, tokens in rows.sizes(quarters)} == {120}
 
 
+@pytest.mark.parametrize(("prompt", "n_parts", "again"), [(256, 18, 16), (1024, 32, 0)])
+def test_trees_are_cut_where_that_fills_micro_batches(prompt: int, n_parts: int, again: int) -> None:
+    """A tree of 256 + 8 x 1,024 tokens takes half of a micro-batch and a little more. Longer prompts cost too much to repeat."""
+    rows, limits = shared_rows([(prompt, [1024] * 8)] * 32), Limits(max_tokens=16384)
+    sizes = rows.sizes(rows.plan(1, limits))
+    assert len(sizes) == n_parts
+    assert sum(tokens for _, tokens in sizes) == 32 * (prompt + 8 * 1024) + again * prompt
+
+
+@given(groups_of_rows, st.integers(1, 5), st.integers(100, 400))
+def test_full_parts_have_every_row_under_the_cap(groups: list[tuple[int, list[int]]], n_ranks: int, cap: int) -> None:
+    rows = shared_rows(groups)
+    parts = rows._full_parts(n_ranks, cap)
+    assert sorted(row for part in parts for row in part) == list(range(len(rows.lengths)))
+    assert max(map(rows.computed, parts)) <= cap
+    # Each tree begins in the part in which the one before it ended.
+    homes = [part for part, members in enumerate(parts) for _ in {rows._root(row) for row in members}]
+    assert len(homes) <= len({rows._root(row) for row in range(len(rows.lengths))}) + len(parts) - 1
+
+
 units_of_rows = st.lists(
     st.tuples(st.integers(0, 20), st.lists(st.lists(st.integers(1, 30), min_size=1, max_size=4), min_size=1, max_size=4)),
     min_size=1, max_size=8,

@@ -184,6 +184,8 @@ class Worker:
                 role.rollout.close()
         # The process continues: drop every reference to the models, also the scheduler's, and free reference cycles.
         self.roles.clear()
+        if self.memory_scheduler.frozen:
+            gc.unfreeze()
         self.memory_scheduler = MemoryScheduler(self.device)
         gc.collect()
         dist.destroy_process_group()

@@ -1,6 +1,7 @@
 """What is on the device in each phase, with engines that only record their calls."""
 
 import gc
+from collections.abc import Iterator
 from typing import Any, Literal, cast
 
 import pytest
@@ -170,6 +171,36 @@ def test_sleep_wake_and_release_are_timed(monkeypatch: pytest.MonkeyPatch) -> No
     seconds = memory_scheduler.take_seconds()
     assert seconds.keys() == {"engine_sleep", "engine_wake", "release_memory"} and min(seconds.values()) > 0
     assert memory_scheduler.take_seconds() == {}
+
+
+@pytest.fixture
+def unfrozen() -> Iterator[None]:
+    """Objects that tests froze are frozen again afterwards; see conftest.py."""
+    gc.unfreeze()
+    yield
+    gc.freeze()
+
+
+def test_permanent_objects_leave_garbage_collection_after_the_first_update(unfrozen: None) -> None:
+    memory_scheduler, _, _ = household()
+    one_step(memory_scheduler)
+    assert gc.get_freeze_count() == 0
+    memory_scheduler.enter("sync", "actor")
+    permanent = gc.get_freeze_count()
+    assert permanent > 1000 and len(gc.get_objects()) < permanent / 10
+    later = [{} for _ in range(100)]  # garbage of later steps is collected
+    one_step(memory_scheduler)
+    memory_scheduler.enter("sync", "actor")
+    assert gc.get_freeze_count() <= permanent and all(map(gc.is_tracked, [later]))
+
+
+@pytest.mark.parametrize("own", [{"free_cache_engine": False}, {"takes_driver_memory": False}])
+def test_nothing_is_exempt_where_no_engine_collects(unfrozen: None, own: dict[str, bool]) -> None:
+    memory_scheduler, reported, _ = household(free_cache_engine=own.get("free_cache_engine", True))
+    reported["rollout"].takes_driver_memory = own.get("takes_driver_memory", True)
+    one_step(memory_scheduler)
+    memory_scheduler.enter("sync", "actor")
+    assert gc.get_freeze_count() == 0
 
 
 def test_seconds_in_the_garbage_collector() -> None:

@@ -89,6 +89,8 @@ class VLLMRollout(Rollout):
         self.vocab_size = vocab_size(spec.model)
         arguments = engine_arguments(spec)
         import_vllm(spec.device)
+        from workers.rollout.vllm.vllm_slots import skip_allocated_slots
+
         with ExitStack() as opening:
             opening.enter_context(set_environment(ENVIRONMENT | addresses(place)))
             self._fenced, self._packed = fenced, nothing_packed
@@ -109,6 +111,7 @@ class VLLMRollout(Rollout):
                 self._fenced, self._packed = vllm_cpu.fenced_uncompiled, vllm_cpu.packed_weight
             with self._fenced():
                 self.engine = make_engine(arguments)
+                skip_allocated_slots(self.engine.engine_core.engine_core.scheduler)
                 self._cache_bytes = float(self._on_worker(prepare_worker))
             self._opened = opening.pop_all()  # the environment is restored by close, or at once if the engine did not start
         gc.unfreeze()  # vLLM calls gc.freeze, which exempts all objects of the process from collection, the trainer's too
