@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.bench.gate import gate, is_slower
+from scripts.bench.gate import gate, is_slower, keep
 from scripts.bench.suite import Figure, Part
 
 # The bench's figures are computed, not timed: the noise of a shared machine does not affect these tests.
@@ -47,13 +47,30 @@ def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_only_slower_figures_are_reported(
     repository: Path, head: str, blamed: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    problems = gate(repository, "same", head, PARTS, rounds=5, tolerance=0.02)
+    found, problems = gate(repository, "same", head, PARTS, rounds=5, tolerance=0.02)
     assert [problem.partition(":")[0] for problem in problems] == [f"toy, {title}" for title in blamed]
     assert all(1.2 < float(problem.split()[2]) < 1.4 for problem in problems)
-    ratios = json.loads(capsys.readouterr().out)["ratios"]["toy"]
+    assert json.loads(capsys.readouterr().out)["ratios"] == found
+    ratios = found["toy"]
     assert [len(of) for of in ratios.values()] == ([10, 10] if blamed else [5, 5]), "a suspect is measured again"
     left = subprocess.run(["git", "-C", str(repository), "worktree", "list"], check=True, capture_output=True, text=True).stdout
     assert len(left.splitlines()) == 1
+
+
+def test_small_changes_add_up_over_a_chain_of_runs(repository: Path, tmp_path: Path) -> None:
+    history = tmp_path / "gate.jsonl"
+
+    def kept(base: str, head: str, seconds: list[float]) -> list[str]:
+        return keep(history, repository, base, head, {"toy": {"seconds": seconds}})
+
+    assert kept("same", "equal", [1.01, 1.0, 1.02]) == []
+    assert kept("same", "slow", [3.0]) == [], "not of the chain"
+    first = subprocess.run(["git", "-C", str(repository), "rev-parse", "same"], check=True, capture_output=True, text=True).stdout
+    assert kept("equal", "fast", [1.02]) == [f"toy, seconds: {1.01 * 1.02:.3f} x since {first[:8]}, the product of 2 runs"]
+    runs = [json.loads(line) for line in history.read_text().splitlines()]
+    assert [run["medians"]["toy"]["seconds"] for run in runs] == [1.01, 3.0, 1.02] and runs[0]["base"] == first.strip()
+    with pytest.raises(subprocess.CalledProcessError):
+        kept("unknown", "fast", [1.0])
 
 
 def test_a_failed_bench_is_named_with_its_revision(repository: Path) -> None:
