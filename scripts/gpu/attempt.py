@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from math import isfinite
 from pathlib import Path
@@ -46,7 +46,10 @@ class Failed(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """Where rows run. gpus: those that rows may use; placeholders on the CPU."""
+    """Where rows run. gpus: those that rows may use; placeholders on the CPU.
+
+    forecasts: by command. One takes up to 45 s, most of it imports, and a resume has that of its run.
+    """
 
     out: Path
     models: Path
@@ -54,6 +57,7 @@ class Machine:
     cpu: bool
     plan: bool
     gpus: tuple[Gpu, ...]
+    forecasts: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def size(self, row: Row, stage: Stage) -> int:
         """GPUs of a stage: the largest power of two that is available, within the row's minimum and maximum."""
@@ -232,7 +236,16 @@ class Attempt:
         words = ["trainer.nnodes=2", "trainer.n_gpus_per_node=1"] if self.stage.kind == "two_nodes" else []
         words += ["trainer.n_gpus_per_node=1"] if self.stage.kind == "two_runs" else []
         command = self.command(words, STEPS)
-        self.record["command"] = shlex.join(command)
+        self.record["command"] = name = shlex.join(command)
+        forecasts = self.machine.forecasts
+        forecast = forecasts[name] = forecasts[name] if name in forecasts else self._forecast(command, path)
+        # The driver counts torch's cache too.
+        uses = [use for use in forecast["uses"] if use["bytes"] is not None]
+        predicted = {use["phase"]: round((use["bytes"] + use["cached"]) / GB, 2) for use in uses}
+        self.record |= {"predicted": predicted, "predicted_gb": max(predicted.values(), default=None), "torch": forecast["torch"]}
+        return forecast
+
+    def _forecast(self, command: Sequence[str], path: Path) -> dict[str, Any]:
         with ended(self.mark), self.log.open("ab") as output:
             environment = self.environment | {"GPU_ROW_FORECAST": str(path)}
             process = subprocess.Popen(command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
@@ -243,10 +256,6 @@ class Attempt:
         if code or not path.exists():
             raise Failed(f"the configuration is refused: {self.last_line()}")
         forecast: dict[str, Any] = json.loads(path.read_text())
-        # The driver counts torch's cache too.
-        uses = [use for use in forecast["uses"] if use["bytes"] is not None]
-        predicted = {use["phase"]: round((use["bytes"] + use["cached"]) / GB, 2) for use in uses}
-        self.record |= {"predicted": predicted, "predicted_gb": max(predicted.values(), default=None), "torch": forecast["torch"]}
         return forecast
 
     def check_room(self, forecast: dict[str, Any]) -> None:

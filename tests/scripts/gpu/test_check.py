@@ -144,6 +144,23 @@ def test_rows_are_consistent() -> None:
     assert Sizes(batch=16, mini=4, round=24).tiny() == Sizes(batch=4, mini=1, round=6, n=4, prompt=64, response=12)
 
 
+def test_stages_with_the_same_command_share_a_forecast(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def forecast(attempt: Attempt, command: list[str], path: Path) -> dict[str, Any]:
+        asked.append(attempt.row.name)
+        return {"uses": [{"phase": "answers", "bytes": 3e9, "cached": 1e9}], "torch": "2.11"}
+
+    monkeypatch.setattr(Attempt, "_forecast", forecast)
+    here = machine(tmp_path)
+    for name in ("placement-split", "megatron-pp2"):
+        for stage in BY_NAME[name].stages:
+            record: dict[str, Any] = {"gpus": 2}
+            Attempt(BY_NAME[name], stage, here, tmp_path / f"{stage.name}.log", record).forecast()
+            assert record["predicted_gb"] == 4.0 and name in record["command"]
+    assert asked == ["placement-split", "megatron-pp2"]
+
+
 @pytest.mark.soak
 @pytest.mark.timeout(600)
 def test_row_runs_on_the_cpu_resumes_and_is_not_repeated(tmp_path: Path) -> None:
