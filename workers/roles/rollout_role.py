@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -13,6 +14,7 @@ from torch import Tensor
 from workers.batch import Batch
 from workers.metric import Metric, Metrics
 from workers.roles.memory_scheduler import GCTime, MemoryScheduler
+from workers.roles.recompute_time import RecomputeTime
 from workers.rollout.base import Completion, NewTokens, Request, Rollout, Sampling
 
 # The controller imports this module to name the methods that it calls: it must not load transformers.
@@ -47,6 +49,7 @@ class RolloutRole:
         self.during = during
         self.gc_time = gc_time
         self.tokenizer = tokenizer
+        self.recompute = RecomputeTime()
 
     def sync_weights(self, version: int, keep_cache: bool = False) -> Metrics:
         """Bring the engine's weights up to date; a source in this process may leave the device afterwards. Collective.
@@ -54,8 +57,8 @@ class RolloutRole:
         Unfinished requests continue with the new weights. keep_cache: see Rollout.load_weights.
 
         Returns metrics: what was verified of the engine's weights; and, since the last sync, the seconds of the slowest rank
-        in engine_sleep, engine_wake, release_memory (see MemoryScheduler) and gc, which are parts of the phases in which they
-        occurred. Raises WeightMismatch.
+        in engine_sleep, engine_wake, release_memory (see MemoryScheduler), gc and, if responses were submitted again, recompute
+        (see RecomputeTime), which are parts of the phases in which they occurred. Raises WeightMismatch.
         """
         with self.during():
             # This sync decides anew whether the engine can share the source's tensors.
@@ -67,6 +70,9 @@ class RolloutRole:
         seconds = self.memory_scheduler.take_seconds()
         if self.gc_time is not None:
             seconds["gc"], self.gc_time.seconds = self.gc_time.seconds, 0.0
+        again, spent = self.recompute.again, self.recompute.take()
+        if again and self.rollout.prefilled is not None:
+            seconds["recompute"] = spent
         return metrics | {f"timing_s/{name}": Metric.max(spent) for name, spent in seconds.items()}
 
     def advance(
@@ -87,11 +93,14 @@ class RolloutRole:
         if abort:
             self.rollout.abort(abort)
         if prompts is not None:
-            self.rollout.submit(requests_of(prompts, sampling))
+            self.rollout.submit(requests := requests_of(prompts, sampling))
+            self.recompute.again += sum(len(one.prompt_ids) + len(one.response_ids) for one in requests if one.response_ids)
         ended: list[Completion] = []
         # All ranks of a replica have the same requests and take the same number of steps.
         while steps and self.rollout.unfinished:
+            began = time.perf_counter()
             ended += self.rollout.step()
+            self.recompute.add(time.perf_counter() - began, self.rollout.prefilled or 0)
             steps -= 1
         if not streams:
             found = answers(ended)

@@ -191,6 +191,8 @@ class Rollout(ABC):
     """On CUDA, the engine allocates outside this process's torch allocator; blocks that torch caches are not free for it."""
     keeps_weights = False
     """Weights loaded by load_weights survive sleep, so that only load_adapter has to follow."""
+    prefilled: int | None = None
+    """Tokens of prompts and earlier responses that the last step began to compute; None: the engine cannot tell."""
     _weights_awake = _cache_awake = True
     _weights_there = False
     """Weights were loaded or shared since the engine was built or its weights woke."""

@@ -57,6 +57,9 @@ def test_run_with_responses_in_flight_resumes_bitwise(engine: str, task: Path, t
     assert any(step["rollout/stale_tokens"] > 0 for step in whole[1:]) and whole[0]["rollout/stale_tokens"] == 0
     assert max(step["rollout/age/max"] for step in whole) >= 1
     assert max(step["training/rollout_log_probs_diff_max"] for step in whole) < 1e-5, "of tokens that older weights sampled"
+    recomputed = [step["timing_s/recompute"] for step in whole if step["rollout/recomputed_tokens"] > 0]
+    assert recomputed and sum("timing_s/recompute" in step for step in whole) == len(recomputed)
+    assert 0 <= max(recomputed) < max(step["timing_s/gen"] for step in whole)
     dump = load_file(tmp_path / "whole" / "rollouts" / "step_3.safetensors")
     of_row = torch.repeat_interleave(torch.arange(len(dump["lengths"])), dump["lengths"])[dump["tokens.response_mask"].bool()]
     sampled_by = {(row, version) for row, version in zip(of_row.tolist(), versions(dump), strict=True)}

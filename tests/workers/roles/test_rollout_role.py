@@ -3,6 +3,7 @@
 from dataclasses import replace
 from typing import Any, cast
 
+import pytest
 import torch
 
 from tests.trainer.data.tokenizers import byte_tokenizer
@@ -15,6 +16,8 @@ SAMPLING = Sampling(temperature=0.7, top_k=5, top_p=0.9, max_tokens=3, stop_toke
 
 class Engine:
     """Completes one request per step, the last one first."""
+
+    prefilled: int | None = None
 
     def __init__(self) -> None:
         self.requests: list[Request] = []
@@ -64,6 +67,41 @@ def test_begun_responses_are_continued_from_their_last_tokens() -> None:
     )
     first, second = requests_of(prompts, SAMPLING)
     assert (first.prompt_ids, first.response_ids, second.prompt_ids, second.response_ids) == ((5,), (6, 7, 8), (9, 9), ())
+
+
+@pytest.mark.parametrize(("known", "begun", "expected"), [(True, 3, {"timing_s/recompute": 0.5}), (True, 0, {}), (False, 3, {})])
+def test_seconds_of_recomputation_are_reported_where_responses_were_submitted_again(
+    known: bool, begun: int, expected: dict[str, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps of 1.5, 1 and 1 s; the first computes four tokens of a request."""
+    clock = iter([0.0, 1.5, 2.0, 3.0, 3.0, 4.0])
+    monkeypatch.setattr("workers.roles.rollout_role.time.perf_counter", lambda: next(clock))
+
+    class Counting(Engine):
+        def step(self) -> list[Completion]:
+            self.prefilled = None if not known else 4 if self.unfinished == 3 else 0
+            return super().step()
+
+    class Synced(Awake):
+        def enter(self, phase: str, role: str | None = None) -> None:
+            assert phase in ("generate", "sync")
+
+        def share_weights_of(self, role: str | None) -> None:
+            pass
+
+        def take_seconds(self) -> dict[str, float]:
+            return {}
+
+    prompts = Batch(
+        torch.tensor([4, 2, 2]),
+        tokens={"input_ids": torch.arange(8)},
+        rows={name: torch.tensor([0, 1, 2]) for name in ("id", "seed")}
+        | {"greedy": torch.zeros(3), "begun": torch.tensor([begun, 0, 0])},
+    )
+    role = RolloutRole(cast(Any, Counting()), None, cast(Any, Synced()), cast(Any, lambda version, keep_cache: (False, {})))
+    role.advance(prompts, SAMPLING, 9)
+    assert {name: metric.value for name, metric in role.sync_weights(1).items()} == expected
+    assert role.sync_weights(2) == {}
 
 
 def test_suspended_responses_that_ended_before_are_marked() -> None:

@@ -103,6 +103,7 @@ class EmbeddedRollout(Rollout):
         self._put_in_order()
         rows, kept = self.rows, self.rows.n
         holders, prompts, repeated = self._enter()
+        self.prefilled = sum(map(len, prompts))
         longest = int(rows["cached"].max()) + 1
         self.cache.reserve(rows.n, longest, kept=kept, expected_rows=rows.n + len(self._waiting))
         # A fork copies the cache of its prompt except for the last token, which it decodes in this step.

@@ -111,7 +111,9 @@ class VLLMRollout(Rollout):
                 self._fenced, self._packed = vllm_cpu.fenced_uncompiled, vllm_cpu.packed_weight
             with self._fenced():
                 self.engine = make_engine(arguments)
-                skip_allocated_slots(self.engine.engine_core.engine_core.scheduler)
+                scheduler = self.engine.engine_core.engine_core.scheduler
+                skip_allocated_slots(scheduler)
+                scheduler.schedule = partial(self._scheduled, scheduler.schedule)
                 self._cache_bytes = float(self._on_worker(prepare_worker))
             self._opened = opening.pop_all()  # the environment is restored by close, or at once if the engine did not start
         gc.unfreeze()  # vLLM calls gc.freeze, which exempts all objects of the process from collection, the trainer's too
@@ -155,6 +157,7 @@ class VLLMRollout(Rollout):
         hundreds of responses takes as long as the rest of a step.
         """
         self._check_awake()
+        self.prefilled = 0
         if not self._running:
             return []
         with self._fenced():
@@ -171,6 +174,12 @@ class VLLMRollout(Rollout):
                 del self._running[running.name]
                 ended.append(self._completion(running, str(output.finish_reason)))
         return ended
+
+    def _scheduled(self, schedule: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """vLLM's scheduler.schedule. A request that decodes has one token in a step."""
+        step = schedule(*args, **kwargs)
+        self.prefilled = (self.prefilled or 0) + step.total_num_scheduled_tokens - len(step.num_scheduled_tokens)
+        return step
 
     def _completion(self, running: RunningResponse, reason: Any) -> Completion:
         if not all(map(math.isfinite, running.log_probs)):

@@ -234,9 +234,13 @@ def test_a_prompt_that_comes_while_a_like_one_runs_is_cached_but_for_its_last_to
     engine = make_engine(model)
     engine.submit([request(0, (2, 3, 4), ignore_eos=True), request(1, (5, 6), ignore_eos=True)])
     engine.step()
+    assert engine.prefilled == 5
     engine.submit([request(2, (2, 3, 4))])
     engine.step()
-    assert engine.stats()["cached_tokens"] == 2
+    assert engine.stats()["cached_tokens"] == 2 and engine.prefilled == 0
+    engine.submit([request(3, (5, 6), response_ids=(2, 3))])
+    engine.step()
+    assert engine.prefilled == 4
     engine.abort()
 
 

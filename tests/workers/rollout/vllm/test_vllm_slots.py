@@ -48,14 +48,18 @@ def generated(engine: VLLMRollout, scheduler: Any) -> list[Any]:
     prompts = [*ragged_prompts(10, longest=3 * BLOCK), *ragged_prompts(4, longest=200, seed=1)]
     # Of all lengths: some end when they have filled a block.
     requests = [engines.request(i, prompt, ignore_eos=True, max_tokens=60 + i) for i, prompt in enumerate([*prompts, *prompts])]
+    engine.stats()
     engine.submit(requests)
-    tokens, blocks = {}, []
+    tokens, blocks, prefilled = {}, [], 0
     coordinator = scheduler.kv_cache_manager.coordinator
     while engine.unfinished:
         tokens.update((completion.id, completion.token_ids) for completion in engine.step())
+        prefilled += engine.prefilled or 0
         tables = coordinator.single_type_managers[0].req_to_blocks
         names = sorted(tables, key=lambda name: int(name.split("-")[0]))
         blocks.append([len(tables[name]) for name in names])
+    stats = engine.stats()
+    assert prefilled == stats["prompt_tokens"] - stats["cached_tokens"] - len(requests), "the last token of each decodes"
     cached = sorted(str(key) for key in coordinator.block_pool.cached_block_hash_to_block._cache)
     return [tokens, blocks, len(cached), cached]
 
