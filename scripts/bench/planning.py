@@ -6,7 +6,8 @@
     python scripts/bench/planning.py published                    # published.json: figures of other systems, from their own pages
     python scripts/bench/planning.py backtest --docs docs/planning.md
 
-backtest composes every row of scripts/gpu/rows.py that docs/gpu.json has a time of, as it was run, and predicts its phases.
+backtest composes every row of scripts/gpu/rows.py that docs/gpu.json has a time of, as it was run, and predicts its phases. Rows
+from before layers were compiled by default, and before a sleep no longer collected garbage, are predicted without both.
 layouts runs steps of small models by scripts/bench/step.py in several layouts. CPU seconds of all processes are compared, because
 the machine may be shared: the predicted ones are the sum of each phase over the workers of its pool. memory runs a model of 84M
 in several layouts and compares the peak of each worker's memory, without files, with the dry run's estimate; freed memory is
@@ -31,6 +32,7 @@ from unittest import mock
 
 import numpy as np
 import transformers
+import yaml
 
 from configs.compose import compose
 from configs.schema.ppo import PPOConfig
@@ -42,8 +44,8 @@ from scripts.bench.step import Workload, arguments, make_task, medians, run_tand
 from scripts.bench.step_picture import RETURNED_AT_ONCE
 from scripts.gpu.attempt import Attempt, Failed, Machine
 from scripts.gpu.driver import Gpu
-from scripts.gpu.rows import BY_NAME
-from trainer.planner.hardware import GpuCluster, Hardware, load_hardware
+from scripts.gpu.rows import BY_NAME, Row
+from trainer.planner.hardware import FOLDER, GpuCluster, Hardware, load_hardware
 from trainer.planner.memory_estimate import estimate
 from trainer.planner.memory_model import Shape
 from trainer.planner.step_time import FORWARD, phase_times, schedule, step_seconds
@@ -61,6 +63,8 @@ PHASES = {  # column: phases of the timeline, phases of the planner
 }
 FITTED = {"batch": "batches", "update": "update", "turn": "calls"}
 """Costs of hardware.SoftwareCosts that are fitted to the rows of a back-test, and the parts that they are proportional to."""
+COMPILED, SLEPT = "2026-11-27", "0.6"
+"""Date since which layers are compiled by default, and seconds of a sleep before."""
 SMALL = Workload(prompts=16, n=8, prompt_length=17, response_length=60, steps=3)
 LARGE = Workload(
     prompts=8, n=4, prompt_length=32, response_length=32, hidden_size=768, num_hidden_layers=12, intermediate_size=2048,
@@ -160,7 +164,10 @@ def backtest(only: Sequence[str] | None) -> Iterator[dict[str, Any]]:
             row = BY_NAME[name]
             stage = next(stage for stage in row.stages if stage.name == record["stage"])
             card = record["versions"]["gpu"]
-            os.environ["GPU_ROW_HARDWARE"] = "h100" if "H100" in card else "h200"
+            hardware = "h100" if "H100" in card else "h200"
+            if record["date"] < COMPILED:
+                row, hardware = as_before(row, hardware, folder)
+            os.environ["GPU_ROW_HARDWARE"] = hardware
             machine = Machine(
                 out=folder, models=folder / "models", runs=folder / "runs", cpu=False, plan=True, gpus=(Gpu("", 0),) * gpus
             )
@@ -176,6 +183,16 @@ def backtest(only: Sequence[str] | None) -> Iterator[dict[str, Any]]:
                 print(f"{name}: not a dense decoder", file=sys.stderr)
                 continue
             yield {"row": name, "shape": record["shape"], "gpus": gpus, "card": card} | compared(record["phases"], forecast)
+
+
+def as_before(row: Row, hardware: str, folder: Path) -> tuple[Row, str]:
+    """A row whose layers are not compiled, and the file of a machine whose sleep takes as long as it did."""
+    rates = yaml.safe_load((FOLDER / f"{hardware}.yaml").read_text())
+    rates["sleep"]["value"] = SLEPT
+    file = folder / f"{hardware}.yaml"
+    file.write_text(yaml.safe_dump(rates))
+    roles = ("actor_rollout_ref.actor", "actor_rollout_ref.ref", "critic")
+    return replace(row, overrides=(*row.overrides, *(f"{role}.fsdp_config.use_torch_compile=false" for role in roles))), str(file)
 
 
 def compared(measured: dict[str, float], forecast: dict[str, Any]) -> dict[str, Any]:

@@ -255,7 +255,7 @@ class PassCost:
         recompute = backward and model is not None and model.enable_gradient_checkpointing
         work = pass_work(
             self.role.shape, rows * tokens, rows * pairs, size, micro_batches=micro_batches, backward=backward,
-            recompute=recompute, frozen=bool(self.role.adapter), head=self.head,
+            recompute=recompute, frozen=bool(self.role.adapter), head=self.head, compiled=self._compiled,
         )  # fmt: skip
         passes = 1 + (1 + recompute if backward else 0)
         if isinstance(config.sharding, MegatronConfig):
@@ -271,9 +271,13 @@ class PassCost:
         pairs = pairs_of(self.lengths.responses(min(256, self.prompts * self.n)), prompt) - (1 - 1 / self.n) * prompt**2 / 2
         work = pass_work(
             self.role.shape, rows * (self.lengths.response + prompt / self.n), rows * pairs, size, micro_batches=0,
-            head=self.head, backward=backward, frozen=bool(self.role.adapter),
+            head=self.head, backward=backward, frozen=bool(self.role.adapter), compiled=self._compiled,
         )  # fmt: skip
         return work.seconds(self.hardware, size)
+
+    @property
+    def _compiled(self) -> bool:
+        return isinstance(self.role.config.sharding, FSDPConfig) and self.role.setting.fused
 
     def _rows(self, limit: int) -> tuple[int, float, float, int]:
         """Rows of a rank, tokens and query-key pairs of one, and micro-batches of at most ``limit`` tokens."""
@@ -298,10 +302,11 @@ class PassCost:
         pool, shape, hardware = self.role.pool, self.role.shape, self.hardware
         sp, setting, backward = context_parallel_size(self.role.config), self.role.setting, passes > 1
         parts = {part: seconds / sp for part, seconds in work.kernels(hardware, size).items()}
-        parts |= work.host(hardware, sum(parts.values()))
+        wrapped = setting.wrapped or hardware.device == "cpu"
+        parts |= work.host(hardware, sum(parts.values()), wrapped=wrapped, compiled=self._compiled)
         shards = Communicator(setting.gpus, setting.gpus > pool.n_gpus_per_node, hardware)
         copies = Communicator(world_size(pool) // setting.gpus, pool.nnodes > 1, hardware)
-        parts["copies"] = time_model.fsdp_copies(
+        parts["copies"] = wrapped * time_model.fsdp_copies(
             shape, setting.gpus, size, setting.kept, hardware, micro_batches=micro_batches, backward=backward and setting.trained,
             reshard=sharding.reshard_after_forward and backward,
         )  # fmt: skip

@@ -28,6 +28,11 @@ Parts = dict[str, float]
 """Seconds by what takes them."""
 HEAD_BYTES = 32
 """Traffic per logit of a forward: written and read in the compute dtype, cast, and read by maximum, exponential and sum."""
+COMPILED_LAYER, COMPILED_HEAD, COMPILED_BATCH = 0.8, (4, 11), 1.4
+"""With use_torch_compile: share of a layer's elementwise traffic that is left; traffic per logit of a forward, and with its
+backward; and cost of the host for a micro-batch, which kernels hide, relative to hardware.SoftwareCosts.batch. From train.py with
+0.5B and 7B on H100 and H200 (docs/performance.md, «An update on one GPU»): 0.6 to 1.0 of a layer's traffic; 30 ms of the host for
+a forward and 59 with its backward, with FSDP's hooks; the head's from the kernels of a step of 0.5B there."""
 ADAMW_NUMBERS = 7
 """Numbers per parameter that AdamW reads (4) and writes (3): parameter, gradient, two moments."""
 
@@ -58,15 +63,20 @@ class Work:
             "elementwise": self.bytes / (hardware.bandwidth * hardware.streaming),
         }
 
-    def host(self, hardware: Hardware, kernels: float, share: float = 1.0) -> Parts:
+    def host(
+        self, hardware: Hardware, kernels: float, share: float = 1.0, *, wrapped: bool = True, compiled: bool = False
+    ) -> Parts:
         """Seconds in which the GPU waits for Python. kernels: seconds of the GPU's own work; share: of the layers launched here.
 
-        Launches of layers run ahead of the kernels. What surrounds the layers of a micro-batch does not: its tensors, embedding,
-        head, loss and results.
+        Launches of layers run ahead of the kernels. What surrounds the layers of a micro-batch does too if they are compiled: its
+        tensors, embedding, head, loss and results, where FSDP's hooks or a pipeline are part of it (wrapped).
         """
         layers = share * self.launches * hardware.software.layer
+        batches = self.batches * hardware.software.batch if wrapped else 0.0
         hidden = kernels if hardware.device == "cuda" else 0.0
-        return {"launches": max(0.0, layers - hidden), "batches": self.batches * hardware.software.batch}
+        if compiled:
+            return {"launches": max(0.0, layers + COMPILED_BATCH * batches - hidden), "batches": 0.0}
+        return {"launches": max(0.0, layers - hidden), "batches": batches}
 
 
 def pass_work(
@@ -80,11 +90,13 @@ def pass_work(
     backward: bool = False,
     recompute: bool = False,
     frozen: bool = False,
+    compiled: bool = False,
 ) -> Work:
     """Work of a pass over ``tokens`` on one GPU that holds the whole model.
 
     pairs: query-key pairs of causal attention, the sum of length^2 / 2 over rows. head: with the language head, whose logits are
-    computed again in the backward (workers/engine/logprob.py). frozen: no gradients of weights, as under LoRA.
+    computed again in the backward (workers/engine/logprob.py). frozen: no gradients of weights, as under LoRA. compiled: layers
+    and head are.
     """
     passes = 1 + (2 + recompute if backward else 0)
     layers = shape.layers * passes
@@ -93,10 +105,11 @@ def pass_work(
     heads = ((3 if frozen else 4) if backward else 1) if head else 0
     # Two norms, two residual sums and the cast of their input; rotary embedding, q, k and v; gate, up and their product.
     width = shape.intermediate + shape.active * shape.expert_width
-    elementwise = size * (16 * shape.hidden + 8 * (shape.queries + 2 * shape.keys) + 5 * width)
+    elementwise: float = size * (16 * shape.hidden + 8 * (shape.queries + 2 * shape.keys) + 5 * width)
     # Hidden states are copied to the experts of each token, and their outputs are added up: two reads and two writes.
     elementwise += size * 4 * shape.active * shape.hidden
-    logits = HEAD_BYTES * (2 if backward else 1) * head
+    logits = (COMPILED_HEAD[backward] if compiled else HEAD_BYTES * (2 if backward else 1)) * head
+    elementwise *= COMPILED_LAYER if compiled else 1.0
     return Work(
         products=2.0 * tokens * (products * matrices(shape) + heads * shape.vocabulary * shape.hidden),
         attention=4.0 * pairs * attention * shape.queries,

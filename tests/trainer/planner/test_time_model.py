@@ -9,6 +9,7 @@ from scripts.bench.shapes import SHAPES
 from trainer.planner.hardware import load_hardware
 from trainer.planner.memory_model import Shape
 from trainer.planner.time_model import (
+    COMPILED_BATCH,
     Communicator,
     Decoder,
     ResponseLengths,
@@ -56,6 +57,23 @@ def test_launches_are_hidden_by_kernels_on_a_gpu_and_add_up_on_a_cpu() -> None:
         # What surrounds the layers is not hidden.
         assert sum(parts.values()) == pytest.approx(max(device, SHAPE.layers * H200.software.layer) + H200.software.batch)
     assert many.seconds(CPU, 4)["launches"] == SHAPE.layers * CPU.software.layer
+
+
+def test_compiled_layers_move_fewer_bytes_and_hide_what_surrounds_them() -> None:
+    plain, compiled = (
+        pass_work(SHAPE, 1e5, 0, 2, micro_batches=1, head=True, backward=True, compiled=compiled) for compiled in (False, True)
+    )
+    assert compiled.bytes < 0.8 * plain.bytes and compiled.products == plain.products
+    kernels = sum(compiled.kernels(H200, 2).values())
+    assert sum(compiled.host(H200, kernels, compiled=True).values()) == 0.0
+    host = sum(compiled.host(H200, 0.0, compiled=True).values())
+    assert host == pytest.approx(
+        compiled.launches * H200.software.layer + COMPILED_BATCH * compiled.batches * H200.software.batch
+    )
+    # Without FSDP's hooks launches alone are left.
+    alone = compiled.host(H200, 0.0, compiled=True, wrapped=False)
+    assert sum(alone.values()) == compiled.launches * H200.software.layer
+    assert plain.host(H200, kernels)["batches"] > 0.0 == plain.host(H200, kernels, wrapped=False)["batches"]
 
 
 def test_collectives_take_the_ring_share_of_the_bytes_over_the_link() -> None:
