@@ -237,8 +237,9 @@ class Attempt:
         words += ["trainer.n_gpus_per_node=1"] if self.stage.kind == "two_runs" else []
         command = self.command(words, STEPS)
         self.record["command"] = name = shlex.join(command)
-        forecasts = self.machine.forecasts
-        forecast = forecasts[name] = forecasts[name] if name in forecasts else self._forecast(command, path)
+        if name not in self.machine.forecasts:
+            self.machine.forecasts[name] = self._forecast(command, path)
+        forecast = self.machine.forecasts[name]
         # The driver counts torch's cache too.
         uses = [use for use in forecast["uses"] if use["bytes"] is not None]
         predicted = {use["phase"]: round((use["bytes"] + use["cached"]) / GB, 2) for use in uses}
@@ -246,6 +247,7 @@ class Attempt:
         return forecast
 
     def _forecast(self, command: Sequence[str], path: Path) -> dict[str, Any]:
+        """Run the forecast, which writes to ``path``."""
         with ended(self.mark), self.log.open("ab") as output:
             environment = self.environment | {"GPU_ROW_FORECAST": str(path)}
             process = subprocess.Popen(command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output)

@@ -302,6 +302,7 @@ class PassCost:
         pool, shape, hardware = self.role.pool, self.role.shape, self.hardware
         sp, setting, backward = context_parallel_size(self.role.config), self.role.setting, passes > 1
         parts = {part: seconds / sp for part, seconds in work.kernels(hardware, size).items()}
+        # On the CPU the costs of a single rank were measured together with these.
         wrapped = setting.wrapped or hardware.device == "cpu"
         parts |= work.host(hardware, sum(parts.values()), wrapped=wrapped, compiled=self._compiled)
         shards = Communicator(setting.gpus, setting.gpus > pool.n_gpus_per_node, hardware)

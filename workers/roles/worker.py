@@ -179,13 +179,14 @@ class Worker:
 
     def close(self) -> None:
         """Leave the process group, so that the next worker in this process can join one."""
+        # First: an engine that closes collects its reference cycles, which hold its memory.
+        if self.memory_scheduler.frozen:
+            gc.unfreeze()
         for role in self.roles.values():
             if isinstance(role, RolloutRole):
                 role.rollout.close()
         # The process continues: drop every reference to the models, also the scheduler's, and free reference cycles.
         self.roles.clear()
-        if self.memory_scheduler.frozen:
-            gc.unfreeze()
         self.memory_scheduler = MemoryScheduler(self.device)
         gc.collect()
         dist.destroy_process_group()

@@ -1,3 +1,4 @@
+import gc
 import hashlib
 import os
 import socket
@@ -120,6 +121,19 @@ def test_an_engine_that_is_apart_does_not_sleep_and_gets_half_a_bucket_at_a_time
         worker.memory_scheduler.enter("generate")
     finally:
         worker.close()
+
+
+def test_an_engine_closes_when_its_reference_cycles_can_be_collected() -> None:
+    """Engines collect them to free their memory; objects are exempt from that after the first update."""
+    worker, counts = Worker(info(), "cpu", 600.0), []
+    gc.unfreeze()
+    engine = SimpleNamespace(close=lambda: counts.append(gc.get_freeze_count()), tensor_parallel_size=1)
+    worker.roles["rollout"] = RolloutRole(cast(Any, engine), None, worker.memory_scheduler, cast(Any, None))
+    gc.freeze()
+    worker.memory_scheduler.frozen = True
+    worker.close()
+    assert counts == [0]
+    gc.freeze()  # what the tests froze, see conftest.py
 
 
 def test_collectives_wait_for_the_configured_time() -> None:

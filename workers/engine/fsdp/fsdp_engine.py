@@ -234,13 +234,10 @@ class FSDPEngine(TrainEngine):
         FSDP and autograd accumulate micro-batches in the dtype of the parameters, and a bfloat16 sum loses addends 256 times
         smaller than itself.
         """
-        shards: dict[str, Tensor] = {}
         for name, param in self._params.items():
             if param.grad is not None and param.dtype.itemsize < torch.float32.itemsize:
-                shards[name], param.grad = local(param.grad), None
-        if known := [name for name in shards if name in sums]:
-            torch._foreach_add_([sums[name] for name in known], [shards.pop(name) for name in known])
-        sums |= {name: shard.float() for name, shard in shards.items()}
+                shard, param.grad = local(param.grad), None
+                sums[name] = sums[name].add_(shard) if name in sums else shard.float()
 
     def _drop_step(self) -> None:
         """Undo a failed ``accumulate``: drop gradients, reshard gathered parameters, release memory."""
