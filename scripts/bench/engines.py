@@ -97,7 +97,7 @@ def measure(case: str, args: argparse.Namespace, folder: Path) -> dict[str, Any]
 def work(rank: int, case: str, args: argparse.Namespace, folder: Path) -> None:
     overrides, ranks = sizes_of(case)
     backend = "gloo"
-    faulthandler.dump_traceback_later(120, exit=True)  # of a case
+    faulthandler.dump_traceback_later(300, exit=True)  # of a case, compilation included
     torch.set_num_threads(1)
     if args.device == "cuda":
         torch.cuda.set_device(rank)

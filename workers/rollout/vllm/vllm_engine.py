@@ -52,6 +52,7 @@ ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_USE_V2_MODEL_RUNNER": "0",  # SeededSampler replaces the sampler of the V1 runner
     "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION": "0",  # an id of vLLM's names one request, even if a response is continued
 }
 
 
@@ -89,7 +90,7 @@ class VLLMRollout(Rollout):
         self.vocab_size = vocab_size(spec.model)
         arguments = engine_arguments(spec)
         import_vllm(spec.device)
-        from workers.rollout.vllm.vllm_slots import skip_allocated_slots
+        from workers.rollout.vllm.vllm_scheduler import DecodeScheduler
 
         with ExitStack() as opening:
             opening.enter_context(set_environment(ENVIRONMENT | addresses(place)))
@@ -112,7 +113,7 @@ class VLLMRollout(Rollout):
             with self._fenced():
                 self.engine = make_engine(arguments)
                 scheduler = self.engine.engine_core.engine_core.scheduler
-                skip_allocated_slots(scheduler)
+                self._decoding = DecodeScheduler(scheduler)
                 scheduler.schedule = partial(self._scheduled, scheduler.schedule)
                 self._cache_bytes = float(self._on_worker(prepare_worker))
             self._opened = opening.pop_all()  # the environment is restored by close, or at once if the engine did not start
@@ -164,6 +165,10 @@ class VLLMRollout(Rollout):
             outputs = self.engine.engine_core.get_output().outputs
         self._counters["decode_steps"] += 1
         ended = []
+        for name, token_id, log_prob in self._decoding.take():
+            running = self._running[name]
+            running.token_ids.append(token_id)
+            running.log_probs.append(log_prob)
         for output in outputs:
             running = self._running[output.request_id]
             running.token_ids += output.new_token_ids

@@ -28,6 +28,8 @@ class SeededSampler(Sampler):
         """runner: vLLM's model runner, read for the requests and their positions in each step."""
         super().__init__(logprobs_mode="processed_logprobs")
         self._runner = runner
+        self._names: list[str] = []
+        """vLLM's ids of the last step's requests, which it gives to no others; their keys, and what BEGUN says."""
         compiled = runner.device.type == "cuda" and not runner.model_config.enforce_eager
         self._draw = torch.compile(draw_from_logits) if compiled else draw_from_logits
 
@@ -81,11 +83,13 @@ class SeededSampler(Sampler):
         """
         batch = self._runner.input_batch
         n = batch.num_reqs
-        asked = [self._runner.requests[id].sampling_params.extra_args for id in batch.req_ids]
-        keys = np.array([extra[KEY] for extra in asked], dtype=np.uint64)
-        begun = np.array([extra[BEGUN] for extra in asked], dtype=np.int64)
-        counts = self._runner.optimistic_seq_lens_cpu[:n].numpy() - batch.num_prompt_tokens[:n] + begun
-        return torch.from_numpy(uniforms(keys, counts))[:, None]
+        if batch.req_ids != self._names:
+            asked = [self._runner.requests[name].sampling_params.extra_args for name in batch.req_ids]
+            self._names = [*batch.req_ids]
+            self._keys = np.array([extra[KEY] for extra in asked], dtype=np.uint64)
+            self._begun = np.array([extra[BEGUN] for extra in asked], dtype=np.int64)
+        counts = self._runner.optimistic_seq_lens_cpu[:n].numpy() - batch.num_prompt_tokens[:n] + self._begun
+        return torch.from_numpy(uniforms(self._keys, counts))[:, None]
 
 
 def to_device(values: Tensor, device: torch.device) -> Tensor:
