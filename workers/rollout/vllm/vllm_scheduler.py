@@ -20,7 +20,7 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import CachedRequestData
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
-from vllm.v1.request import Request, RequestStatus
+from vllm.v1.request import Request
 
 STALE = ("num_stale_output_tokens", "async_tokens_to_discard")  # vLLM's name since 0.27 or later, and before
 
@@ -36,8 +36,8 @@ class Token(NamedTuple):
 class DecodeScheduler:
     """Replaces methods of a scheduler of vLLM.
 
-    taken: tokens that vLLM's outputs lack, since the last call of ``take``; none of them ends a response. Requires that no request
-    has min_tokens, a repetition check, a grammar or more log-probs than that of the sampled token (sampling_arguments).
+    Requires what sampling_arguments asks for: of each token its log-prob alone, no min_tokens, repetition check or grammar, and
+    max_tokens with which a response fits into max_model_len.
     """
 
     def __init__(self, scheduler: Any) -> None:
@@ -45,7 +45,7 @@ class DecodeScheduler:
         self._schedule, self._update = scheduler.schedule, scheduler.update_from_output
         self._taken: list[Token] = []
         self._pattern: Any = None
-        """A step of vLLM's own of decoding requests only."""
+        """A step of vLLM's own in which no request is new or preempted."""
         manager = scheduler.kv_cache_manager
         self._ahead = int(isinstance(scheduler, AsyncScheduler))
         """The scheduler counts a token as computed, and a placeholder as output, when it schedules it."""
@@ -53,25 +53,20 @@ class DecodeScheduler:
             return
         self._block = manager.coordinator.block_size
         self._stale = next(name for name in STALE if hasattr(a_request(), name))
-        self._allocate, self._cache, self._none = manager.allocate_slots, manager.cache_blocks, manager.empty_kv_cache_blocks
-        manager.allocate_slots, manager.cache_blocks = self.allocate_slots, self.cache_blocks
+        self._allocate, self._none = manager.allocate_slots, manager.empty_kv_cache_blocks
+        manager.allocate_slots = self.allocate_slots
         scheduler.schedule, scheduler.update_from_output = self.schedule, self.update_from_output
 
     def take(self) -> list[Token]:
+        """Tokens since the last call that vLLM's outputs lack; none of them ends a response."""
         taken, self._taken = self._taken, []
         return taken
 
-    # The cache manager, asked only where a token begins or fills a block: elsewhere there is nothing to allocate, nothing to cache.
-
     def allocate_slots(self, request: Any, num_new_tokens: int, *args: Any, **kwargs: Any) -> Any:
+        """Where a token neither begins nor fills a block there is nothing to allocate and nothing to cache."""
         if num_new_tokens == 1 and 0 < request.num_computed_tokens % self._block < self._block - 1:
             return self._none
         return self._allocate(request, num_new_tokens, *args, **kwargs)
-
-    def cache_blocks(self, request: Any, num_computed_tokens: int) -> None:
-        # Asynchronous scheduling alone calls it, for each token; other blocks were cached when they were allocated.
-        if num_computed_tokens % self._block == 0:
-            self._cache(request, num_computed_tokens)
 
     # Scheduling
 
@@ -79,8 +74,7 @@ class DecodeScheduler:
         if self._pattern is not None and self._is_settled():
             return self._next_step()
         step = self._schedule(*args, **kwargs)
-        cached = step.scheduled_cached_reqs
-        if cached.req_ids and not (step.scheduled_new_reqs or cached.resumed_req_ids or step.preempted_req_ids):
+        if not (step.scheduled_new_reqs or step.preempted_req_ids):
             self._pattern = step
         return step
 
@@ -92,14 +86,12 @@ class DecodeScheduler:
             return False
         if scheduler.get_request_counts()[1] and len(running) < scheduler.max_num_running_reqs:
             return False
-        if scheduler.reset_preempted_req_ids:
-            return False
         if not scheduler.prev_step_scheduled_req_ids.issuperset([request.request_id for request in running]):
             return False
-        longest, begun = scheduler.max_model_len - 2, 0
+        begun = 0
         for request in running:
             computed, under_way = request.num_computed_tokens, request.num_output_placeholders
-            if len(request._all_token_ids) + under_way - computed != 1 or computed > longest:
+            if len(request._all_token_ids) + under_way - computed != 1 or request.is_prefill_chunk:
                 return False
             if under_way and computed + 2 - under_way >= request.num_prompt_tokens + request.max_tokens:
                 return False
@@ -110,7 +102,6 @@ class DecodeScheduler:
         scheduler = self._scheduler
         manager, running, block, ahead = scheduler.kv_cache_manager, scheduler.running, self._block, self._ahead
         scheduler.current_step += 1
-        manager.new_step_starts()
         names = [request.request_id for request in running]
         computed = [request.num_computed_tokens for request in running]
         blocks: list[Any] = [None] * len(running)
@@ -132,7 +123,6 @@ class DecodeScheduler:
             step.num_common_prefix_blocks = manager.get_num_common_prefix_blocks(names[0])
         step.new_block_ids_to_zero = scheduler._get_new_block_ids_to_zero()
         step.finished_req_ids, scheduler.finished_req_ids = scheduler.finished_req_ids, set()
-        step.preempted_req_ids = set()
         if len(scheduler.prev_step_scheduled_req_ids) > len(names):
             scheduler.prev_step_scheduled_req_ids.intersection_update(names)
         for request in running:
@@ -155,17 +145,15 @@ class DecodeScheduler:
 
     def _take_plain(self, scheduled: Mapping[str, int], output: Any) -> dict[str, int]:
         """Take the tokens of requests that go on; returns the others with their numbers of tokens."""
-        scheduler, left, taken, running = self._scheduler, {}, self._taken, RequestStatus.RUNNING
-        requests, block, longest, ahead, stale = scheduler.requests, self._block, scheduler.max_model_len, self._ahead, self._stale
+        left, taken = {}, self._taken
+        requests, block, ahead, stale = self._scheduler.requests, self._block, self._ahead, self._stale
         rows, sampled, log_probs = output.req_id_to_index, output.sampled_token_ids, output.logprobs.logprobs[:, 0].tolist()
         for name, count in scheduled.items():
             request, row = requests.get(name), rows[name]
-            if count == 1 and request is not None and request.status is running and request.prefill_stats is None:
+            if count == 1 and request is not None and request.prefill_stats is None:
                 tokens, response, params = request._all_token_ids, request._output_token_ids, request.sampling_params
-                length = len(tokens) + 1
                 if (
-                    length < longest
-                    and len(response) + 1 < request.max_tokens
+                    len(response) + 1 < request.max_tokens
                     and len(sampled[row]) == 1
                     and sampled[row][0] not in params.stop_token_ids
                     and sampled[row][0] != params.eos_token_id
@@ -176,10 +164,8 @@ class DecodeScheduler:
                     tokens.append(token)
                     request.num_in_flight_tokens -= 1
                     request.num_output_placeholders -= ahead
-                    if length % block == 0:
+                    if len(tokens) % block == 0:
                         request.update_block_hashes()
-                    if ahead and (length - 1) % block == 0:
-                        self._cache(request, length - 1)
                     taken.append(Token(name, token, log_probs[row]))
                     continue
             left[name] = count
