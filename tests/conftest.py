@@ -2,6 +2,7 @@
 
 import gc
 import os
+import re
 import signal
 import time
 import uuid
@@ -56,16 +57,20 @@ def descendants() -> list[psutil.Process]:
     return [process for process in found.values() if must_end(process)]
 
 
+OF_A_PARENT = re.compile("resource_tracker|_inductor/compile_worker")
+"""Processes of Python and of torch that end with their parent."""
+
+
 def must_end(process: psutil.Process) -> bool:
     try:
-        return process.status() != psutil.STATUS_ZOMBIE and "resource_tracker" not in " ".join(process.cmdline())
+        return process.status() != psutil.STATUS_ZOMBIE and not OF_A_PARENT.search(" ".join(process.cmdline()))
     except psutil.NoSuchProcess:
         return False
 
 
 @pytest.fixture(scope="module", autouse=True)
 def no_process_left_behind() -> Iterator[None]:
-    """Fail a module that leaves a process running, and name the process. (Python's resource tracker ends with its parent.)"""
+    """Fail a module that leaves a process running, and name the process."""
     yield
     deadline = time.monotonic() + 10
     while (left := descendants()) and time.monotonic() < deadline:

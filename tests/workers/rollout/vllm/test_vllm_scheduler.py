@@ -1,27 +1,25 @@
-"""Short paths of vLLM's scheduler against its own code: the same steps, tokens and cache blocks, one step at a time and with steps
-under way."""
+"""Short paths of vLLM's scheduler against its own code: the same steps, tokens and cache blocks."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.workers.rollout import engines
 from tests.workers.rollout.engines import VOCAB, ragged_prompts
-from tests.workers.rollout.vllm_workers import CPU_BUILD, make_small, place, start
+from tests.workers.rollout.vllm_workers import DEVICE, VLLM, make_small, place, start
 from workers.roles.worker import Worker
 from workers.rollout.base import Completion
 from workers.rollout.vllm.vllm_engine import VLLMRollout
 
-pytestmark = CPU_BUILD
+pytestmark = VLLM
 BLOCK = 32
 
 
 @pytest.fixture(scope="module")
 def worker() -> Iterator[Worker]:
-    worker = Worker(place(), "cpu", 600.0)
+    worker = Worker(place(), DEVICE, 600.0)
     yield worker
     worker.close()
 
@@ -38,19 +36,25 @@ CASES = {
 def engine(
     request: pytest.FixtureRequest, worker: Worker, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[VLLMRollout, Any]]:
+    is_ahead, settings = CASES[request.param]
+    settings = {"block_size": BLOCK, "num_gpu_blocks_override": 400} | settings
+    model = make_small(tmp_path_factory.mktemp("model"))
+    if DEVICE == "cuda":
+        engine = start(worker, model, **settings, async_scheduling=is_ahead, dtype="bfloat16")
+        yield engine, model
+        engine.close()
+        return
     from vllm.platforms.cpu import CpuPlatform
 
-    is_ahead, settings = CASES[request.param]
     check = CpuPlatform.check_and_update_config
 
     def check_and_overlap(config: Any) -> None:
         check(config)
         config.scheduler_config.async_scheduling = is_ahead  # vLLM has it off on CPU
 
-    model = make_small(tmp_path_factory.mktemp("model"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(CpuPlatform, "check_and_update_config", staticmethod(check_and_overlap))
-        engine = start(worker, model, **({"block_size": BLOCK, "num_gpu_blocks_override": 400} | settings))
+        engine = start(worker, model, **settings)
     yield engine, model
     engine.close()
 
@@ -92,8 +96,9 @@ def step_of(step: Any) -> list[Any]:
     """What vLLM's worker gets. Of cache blocks the number: their ids depend on what came before."""
     cached = step.scheduled_cached_reqs
     return [
-        plain(step.num_scheduled_tokens), step.total_num_scheduled_tokens, len(step.scheduled_new_reqs), plain(step.finished_req_ids),
-        plain(step.preempted_req_ids or ()), plain(cached.req_ids), plain(cached.resumed_req_ids), plain(cached.all_token_ids),
+        plain(step.num_scheduled_tokens), step.total_num_scheduled_tokens, len(step.scheduled_new_reqs),
+        plain(step.finished_req_ids), plain(step.preempted_req_ids or ()),
+        plain(cached.req_ids), plain(cached.resumed_req_ids), plain(cached.all_token_ids),
         [blocks and len(blocks[0]) for blocks in cached.new_block_ids], cached.num_computed_tokens, cached.num_output_tokens,
         len(step.new_block_ids_to_zero or ()),
     ]  # fmt: skip
@@ -132,10 +137,11 @@ def history(engine: VLLMRollout, model: Any) -> list[Any]:
     prompts = [*ragged_prompts(10, longest=3 * BLOCK), *ragged_prompts(4, longest=100, seed=1)]
     prompts += [prompts[1][:1] * (BLOCK + 1), prompts[1][:1] * (2 * BLOCK + 1)]  # alike but for one token
     prompts += prompts
+    stops = tuple(range(0, VOCAB, 25))
     waves = [
         [
-            # A third of the tokens that are likely ends some; others end when they have filled a block.
-            engines.request(100 * wave + i, prompt, ignore_eos=i % 3 > 0, stop_token_ids=tuple(range(0, VOCAB, 25)), max_tokens=30 + i)
+            # Some end by a stop token, others when they have filled a block.
+            engines.request(100 * wave + i, prompt, ignore_eos=i % 3 > 0, stop_token_ids=stops, max_tokens=30 + i)
             for i, prompt in enumerate(prompts)
         ]
         for wave in range(2)
