@@ -41,7 +41,8 @@ class DecodeScheduler:
     max_tokens with which a response fits into max_model_len.
     """
 
-    def __init__(self, scheduler: Any) -> None:
+    def __init__(self, scheduler: Any, *, only_slots: bool) -> None:
+        """only_slots: shorten allocate_slots alone."""
         self._scheduler = scheduler
         self._schedule, self._update = scheduler.schedule, scheduler.update_from_output
         self._taken: list[Token] = []
@@ -56,6 +57,8 @@ class DecodeScheduler:
         self._stale = next(name for name in STALE if hasattr(a_request(), name))
         self._allocate, self._none = manager.allocate_slots, manager.empty_kv_cache_blocks
         manager.allocate_slots = self.allocate_slots
+        if only_slots:
+            return
         scheduler.schedule, scheduler.update_from_output = self.schedule, self.update_from_output
 
     def take(self) -> list[Token]:

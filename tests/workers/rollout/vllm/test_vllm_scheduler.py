@@ -8,12 +8,12 @@ import pytest
 
 from tests.workers.rollout import engines
 from tests.workers.rollout.engines import VOCAB, ragged_prompts
-from tests.workers.rollout.vllm_workers import DEVICE, VLLM, make_small, place, start
+from tests.workers.rollout.vllm_workers import CPU_BUILD, DEVICE, make_small, place, start
 from workers.roles.worker import Worker
 from workers.rollout.base import Completion
 from workers.rollout.vllm.vllm_engine import VLLMRollout
 
-pytestmark = VLLM
+pytestmark = CPU_BUILD
 BLOCK = 32
 
 
