@@ -148,7 +148,7 @@ class DecodeScheduler:
         return self._update(step, output)
 
     def _take_plain(self, scheduled: Mapping[str, int], output: Any) -> dict[str, int]:
-        """Take the tokens of requests that go on; returns the others with their numbers of tokens."""
+        """Take the tokens of requests that continue; returns the others with their numbers of tokens."""
         left, taken = {}, self._taken
         requests, block, ahead, stale = self._scheduler.requests, self._block, self._ahead, self._stale
         rows, sampled, log_probs = output.req_id_to_index, output.sampled_token_ids, output.logprobs.logprobs[:, 0].tolist()
