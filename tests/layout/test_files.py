@@ -13,9 +13,7 @@ SCRIPTS = sorted([*(ROOT / "scripts").rglob("*.sh"), ROOT / ".ci/run"])
 
 # (file, function) -> why an attribute is accessed by a name that is only known at run time.
 PROBING: dict[tuple[str, str], str] = {
-    ("workers/rollout/vllm/vllm_scheduler.py", "__init__"): "names differ between versions of vLLM",
     ("workers/rollout/vllm/vllm_scheduler.py", "_next_step"): "names differ between versions of vLLM",
-    ("workers/rollout/vllm/vllm_scheduler.py", "_take_plain"): "names differ between versions of vLLM",
     ("configs/validation/programs.py", "block_problems"): "a walk over the fields of any configuration",
     ("trainer/rewards/sandbox/proxies.py", "_may"): "a program names the attribute that it sets",
     ("trainer/rewards/sandbox/proxies.py", "_encode"): "a named tuple is a tuple whose class has _fields",

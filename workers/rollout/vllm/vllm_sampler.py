@@ -29,7 +29,8 @@ class SeededSampler(Sampler):
         super().__init__(logprobs_mode="processed_logprobs")
         self._runner = runner
         self._names: list[str] = []
-        """vLLM's ids of the last step's requests, which it gives to no others; their keys, and what BEGUN says."""
+        """vLLM's ids of the last step's requests, which it gives to no others; then KEY and BEGUN of each."""
+        self._keys, self._begun = np.array([], dtype=np.uint64), np.array([], dtype=np.int64)
         compiled = runner.device.type == "cuda" and not runner.model_config.enforce_eager
         self._draw = torch.compile(draw_from_logits) if compiled else draw_from_logits
 

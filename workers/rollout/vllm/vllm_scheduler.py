@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 from vllm import SamplingParams
@@ -23,7 +24,8 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm.v1.request import Request
 
-STALE = ("num_stale_output_tokens", "async_tokens_to_discard")  # vLLM's name since 0.27 or later, and before
+STALE = ("num_stale_output_tokens", "async_tokens_to_discard")
+"""What vLLM calls the tokens in flight of a request that was preempted, in 0.32 and in 0.26."""
 
 
 class Token(NamedTuple):
@@ -35,30 +37,32 @@ class Token(NamedTuple):
 
 
 class DecodeScheduler:
-    """Replaces methods of a scheduler of vLLM.
+    """Short paths for a scheduler of vLLM, whose methods it replaces.
 
     Requires what sampling_arguments asks for: of each token its log-prob alone, no min_tokens, repetition check or grammar, and
     max_tokens with which a response fits into max_model_len.
     """
 
     def __init__(self, scheduler: Any, *, only_slots: bool) -> None:
-        """only_slots: shorten allocate_slots alone."""
+        """only_slots: shorten the calls of the cache manager alone."""
         self._scheduler = scheduler
         self._schedule, self._update = scheduler.schedule, scheduler.update_from_output
         self._taken: list[Token] = []
-        self._pattern: Any = None
-        """A step of vLLM's own in which no request is new or preempted."""
-        manager = scheduler.kv_cache_manager
-        self._ahead = int(isinstance(scheduler, AsyncScheduler))
-        """The scheduler counts a token as computed, and a placeholder as output, when it schedules it."""
+        self._template: Any = None
+        """A step of vLLM's own in which requests decode and nothing else happens."""
         if not has_short_paths(scheduler):
             return
+        manager = scheduler.kv_cache_manager
         self._block = manager.coordinator.block_size
-        self._stale = next(name for name in STALE if hasattr(a_request(), name))
-        self._allocate, self._none = manager.allocate_slots, manager.empty_kv_cache_blocks
-        manager.allocate_slots = self.allocate_slots
+        self._allocate, self._cache, self._none = manager.allocate_slots, manager.cache_blocks, manager.empty_kv_cache_blocks
+        manager.allocate_slots, manager.cache_blocks = self.allocate_slots, self.cache_blocks
         if only_slots:
             return
+        names = vars(Request("", [0], SamplingParams(max_tokens=1), None)).keys()
+        (stale,) = (name for name in STALE if name in names)
+        self._stale = attrgetter(stale)
+        self._ahead = int(isinstance(scheduler, AsyncScheduler))
+        """The scheduler counts a placeholder as output when it schedules a token."""
         scheduler.schedule, scheduler.update_from_output = self.schedule, self.update_from_output
 
     def take(self) -> list[Token]:
@@ -66,24 +70,34 @@ class DecodeScheduler:
         taken, self._taken = self._taken, []
         return taken
 
+    # The cache manager: where a token neither begins nor fills a block there is nothing to allocate and nothing to cache.
+
     def allocate_slots(self, request: Any, num_new_tokens: int, *args: Any, **kwargs: Any) -> Any:
-        """Where a token neither begins nor fills a block there is nothing to allocate and nothing to cache."""
         if num_new_tokens == 1 and 0 < request.num_computed_tokens % self._block < self._block - 1:
             return self._none
         return self._allocate(request, num_new_tokens, *args, **kwargs)
 
+    def cache_blocks(self, request: Any, num_computed_tokens: int) -> None:
+        # Asynchronous scheduling alone calls it, for each token; other blocks were cached when they were allocated.
+        if num_computed_tokens % self._block == 0:
+            self._cache(request, num_computed_tokens)
+
     # Scheduling
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
-        if self._pattern is not None and self._is_settled():
+        if self._template is not None and self._is_settled():
             return self._next_step()
         step = self._schedule(*args, **kwargs)
-        if not (step.scheduled_new_reqs or step.preempted_req_ids):
-            self._pattern = step
+        resumed = step.scheduled_cached_reqs.resumed_req_ids
+        if not (step.scheduled_new_reqs or resumed or step.preempted_req_ids or step.kv_cache_block_copies):
+            self._template = step
         return step
 
     def _is_settled(self) -> bool:
-        """All running requests decode one token, none is admitted, preempted or omitted: it has its last token under way."""
+        """Whether vLLM would schedule one token of each running request, and admit, preempt or skip none.
+
+        It skips a request whose last token is in flight.
+        """
         scheduler = self._scheduler
         running = scheduler.running
         if not 0 < len(running) <= scheduler.max_num_scheduled_tokens or scheduler.pause_state != PauseState.UNPAUSED:
@@ -94,15 +108,16 @@ class DecodeScheduler:
             return False
         begun = 0
         for request in running:
-            computed, under_way = request.num_computed_tokens, request.num_output_placeholders
-            if len(request._all_token_ids) + under_way - computed != 1 or request.is_prefill_chunk:
+            computed, placeholders = request.num_computed_tokens, request.num_output_placeholders
+            if len(request._all_token_ids) + placeholders - computed != 1 or request.is_prefill_chunk:
                 return False
-            if under_way and computed + 2 - under_way >= request.num_prompt_tokens + request.max_tokens:
+            if placeholders and computed + 2 - placeholders >= request.num_prompt_tokens + request.max_tokens:
                 return False
             begun += computed % self._block == 0
         return bool(begun <= scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
 
     def _next_step(self) -> Any:
+        """vLLM's SchedulerOutput with one token of each running request."""
         scheduler = self._scheduler
         manager, running, block, ahead = scheduler.kv_cache_manager, scheduler.running, self._block, self._ahead
         scheduler.current_step += 1
@@ -112,7 +127,7 @@ class DecodeScheduler:
         for place, count in enumerate(computed):
             if count % block in (0, block - 1):
                 blocks[place] = self._allocate(running[place], 1).get_block_ids(allow_none=True)
-        step = copy.copy(self._pattern)
+        step = copy.copy(self._template)
         step.scheduled_cached_reqs = CachedRequestData(
             req_ids=names,
             resumed_req_ids=set(),
@@ -123,7 +138,7 @@ class DecodeScheduler:
             num_output_tokens=[len(request._output_token_ids) + request.num_output_placeholders for request in running],
         )
         step.num_scheduled_tokens, step.total_num_scheduled_tokens = dict.fromkeys(names, 1), len(names)
-        if hasattr(manager, "get_num_common_prefix_blocks"):  # until 0.26 or later, for cascade attention
+        if hasattr(manager, "get_num_common_prefix_blocks"):  # of 0.26, for cascade attention
             step.num_common_prefix_blocks = manager.get_num_common_prefix_blocks(names[0])
         step.new_block_ids_to_zero = scheduler._get_new_block_ids_to_zero()
         step.finished_req_ids, scheduler.finished_req_ids = scheduler.finished_req_ids, set()
@@ -138,7 +153,7 @@ class DecodeScheduler:
     # Output
 
     def update_from_output(self, step: Any, output: Any) -> Any:
-        """vLLM's own for requests of which more happens than that a token comes."""
+        """Take the tokens of requests that continue, and leave the others to vLLM."""
         if output.logprobs is None or not output.sampled_token_ids or output.logprobs.cu_num_generated_tokens is not None:
             return self._update(step, output)
         left = self._take_plain(step.num_scheduled_tokens, output)
@@ -148,9 +163,9 @@ class DecodeScheduler:
         return self._update(step, output)
 
     def _take_plain(self, scheduled: Mapping[str, int], output: Any) -> dict[str, int]:
-        """Take the tokens of requests that continue; returns the others with their numbers of tokens."""
+        """Returns the requests that vLLM has to handle, with their numbers of tokens."""
         left, taken = {}, self._taken
-        requests, block, ahead, stale = self._scheduler.requests, self._block, self._ahead, self._stale
+        requests, block, ahead, is_stale = self._scheduler.requests, self._block, self._ahead, self._stale
         rows, sampled, log_probs = output.req_id_to_index, output.sampled_token_ids, output.logprobs.logprobs[:, 0].tolist()
         for name, count in scheduled.items():
             request, row = requests.get(name), rows[name]
@@ -161,7 +176,7 @@ class DecodeScheduler:
                     and len(sampled[row]) == 1
                     and sampled[row][0] not in params.stop_token_ids
                     and sampled[row][0] != params.eos_token_id
-                    and not getattr(request, stale)
+                    and not is_stale(request)
                 ):
                     (token,) = sampled[row]
                     response.append(token)
@@ -177,7 +192,7 @@ class DecodeScheduler:
 
 
 def has_short_paths(scheduler: Any) -> bool:
-    """Caches without other rules: of several kinds of layers, of windows, of speculative decoding, of connectors."""
+    """Whether all layers have full attention, without speculative decoding, pipeline stages and connectors."""
     coordinator = scheduler.kv_cache_manager.coordinator
     kinds = [type(coordinator), *map(type, coordinator.single_type_managers)]
     return (
@@ -186,7 +201,3 @@ def has_short_paths(scheduler: Any) -> bool:
         and not (scheduler.num_lookahead_tokens or scheduler.num_spec_tokens or scheduler.use_pp or scheduler.use_v2_model_runner)
         and not (scheduler.connector or scheduler.ec_connector or scheduler.log_stats)
     )
-
-
-def a_request() -> Request:
-    return Request("", [0], SamplingParams(max_tokens=1), None)

@@ -8,7 +8,7 @@ import pytest
 
 from tests.workers.rollout import engines
 from tests.workers.rollout.engines import VOCAB, ragged_prompts
-from tests.workers.rollout.vllm_workers import CPU_BUILD, DEVICE, make_small, place, start
+from tests.workers.rollout.vllm_workers import CPU_BUILD, make_small, place, start
 from workers.roles.worker import Worker
 from workers.rollout.base import Completion
 from workers.rollout.vllm.vllm_engine import VLLMRollout
@@ -19,14 +19,14 @@ BLOCK = 32
 
 @pytest.fixture(scope="module")
 def worker() -> Iterator[Worker]:
-    worker = Worker(place(), DEVICE, 600.0)
+    worker = Worker(place(), "cpu", 600.0)
     yield worker
     worker.close()
 
 
 CASES = {
     "steps": (False, {}),
-    "steps under way": (True, {}),
+    "steps in flight": (True, {}),
     "little memory": (True, {"num_gpu_blocks_override": 40}),
     "long prompts": (True, {"max_num_batched_tokens": 24}),
 }
@@ -39,11 +39,6 @@ def engine(
     is_ahead, settings = CASES[request.param]
     settings = {"block_size": BLOCK, "num_gpu_blocks_override": 400} | settings
     model = make_small(tmp_path_factory.mktemp("model"))
-    if DEVICE == "cuda":
-        engine = start(worker, model, **settings, async_scheduling=is_ahead, dtype="bfloat16")
-        yield engine, model
-        engine.close()
-        return
     from vllm.platforms.cpu import CpuPlatform
 
     check = CpuPlatform.check_and_update_config
@@ -63,14 +58,14 @@ def use_own_code(engine: VLLMRollout) -> Callable[[], None]:
     """vLLM's own methods; returns what undoes it."""
     scheduler = engine.engine.engine_core.engine_core.scheduler
     manager, shortened = scheduler.kv_cache_manager, (scheduler.schedule, scheduler.update_from_output)
-    slots = manager.allocate_slots
+    slots = manager.allocate_slots, manager.cache_blocks
     assert shortened[1] == engine._decoding.update_from_output
-    del manager.allocate_slots, scheduler.update_from_output
+    del manager.allocate_slots, manager.cache_blocks, scheduler.update_from_output
     scheduler.schedule = partial(engine._scheduled, partial(type(scheduler).schedule, scheduler))
 
     def undo() -> None:
         scheduler.schedule, scheduler.update_from_output = shortened
-        manager.allocate_slots = slots
+        manager.allocate_slots, manager.cache_blocks = slots
 
     return undo
 
@@ -120,7 +115,7 @@ def history(engine: VLLMRollout, model: Any) -> list[Any]:
     """What each step leaves; then tokens, log-probs, ends, versions and counters.
 
     Two waves of prompts of which some are alike, more than there are slots; ends of both kinds; aborts, sleep, and new weights
-    that keep the cache and that do not, while requests are under way.
+    that keep the cache and that do not, while requests are in flight.
     """
     scheduler = engine.engine.engine_core.engine_core.scheduler
     found: list[Any] = []
