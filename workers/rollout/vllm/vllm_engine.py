@@ -113,8 +113,7 @@ class VLLMRollout(Rollout):
             with self._fenced():
                 self.engine = make_engine(arguments)
                 scheduler = self.engine.engine_core.engine_core.scheduler
-                # On CUDA the tests of the other short paths ended with an illegal memory access (vLLM 0.26, cause not found yet).
-                self._decoding = DecodeScheduler(scheduler, only_slots=spec.device == "cuda")
+                self._decoding = DecodeScheduler(scheduler)
                 scheduler.schedule = partial(self._scheduled, scheduler.schedule)
                 self._cache_bytes = float(self._on_worker(prepare_worker))
             self._opened = opening.pop_all()  # the environment is restored by close, or at once if the engine did not start
@@ -400,11 +399,13 @@ def sampling_arguments(request: Request, max_length: int) -> dict[str, Any]:
 
 
 def prepare_worker(worker: Any) -> int:
-    """Replace the worker's sampler by SeededSampler; returns the size of its KV cache in bytes."""
+    """Replace the worker's sampler by SeededSampler, and shorten a step; returns the size of its KV cache in bytes."""
+    from workers.rollout.vllm.vllm_runner import shorten_input_ids
     from workers.rollout.vllm.vllm_sampler import SeededSampler
 
     runner = worker.model_runner
     runner.sampler = SeededSampler(runner)
+    shorten_input_ids(runner)
     return sum(cache.nbytes for cache in runner.kv_caches)
 
 

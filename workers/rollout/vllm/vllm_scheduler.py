@@ -1,8 +1,7 @@
 """vLLM's scheduler with short paths for what nearly all requests of a rollout do in nearly all steps: decode one more token.
 
 vLLM (0.26 to 0.33) handles each request in each step as if it could be anything: a prefill, speculative, structured, multimodal.
-With 256 requests of a model of 0.5B on an H200 the Python of a step takes 8 to 12 ms, about half of it for this; its kernels take
-2 ms.
+With 256 requests of a model of 0.5B on an H200 a step takes 7 to 8 ms with it and 4.7 ms without; its kernels take 2 ms.
 
 Short paths change no decision, no token and no cache block. Steps and requests for which one of their conditions does not hold
 go through vLLM's own code.
@@ -13,7 +12,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 from vllm import SamplingParams
 from vllm.v1.core.kv_cache_coordinator import UnitaryKVCacheCoordinator
@@ -28,26 +27,17 @@ STALE = ("num_stale_output_tokens", "async_tokens_to_discard")
 """What vLLM calls the tokens in flight of a request that was preempted, in 0.32 and in 0.26."""
 
 
-class Token(NamedTuple):
-    """The next token of the request that vLLM calls ``name``."""
-
-    name: str
-    token_id: int
-    log_prob: float
-
-
 class DecodeScheduler:
     """Short paths for a scheduler of vLLM, whose methods it replaces.
 
-    Requires what sampling_arguments asks for: of each token its log-prob alone, no min_tokens, repetition check or grammar, and
-    max_tokens with which a response fits into max_model_len.
+    Requires what sampling_arguments asks for: of each token its log-prob alone; ignore_eos, no min_tokens, repetition check or
+    grammar; max_tokens with which a response fits into max_model_len.
     """
 
-    def __init__(self, scheduler: Any, *, only_slots: bool) -> None:
-        """only_slots: shorten the calls of the cache manager alone."""
+    def __init__(self, scheduler: Any) -> None:
         self._scheduler = scheduler
         self._schedule, self._update = scheduler.schedule, scheduler.update_from_output
-        self._taken: list[Token] = []
+        self._taken: list[tuple[str, int, float]] = []
         self._template: Any = None
         """A step of vLLM's own in which requests decode and nothing else happens."""
         if not has_short_paths(scheduler):
@@ -56,8 +46,6 @@ class DecodeScheduler:
         self._block = manager.coordinator.block_size
         self._allocate, self._cache, self._none = manager.allocate_slots, manager.cache_blocks, manager.empty_kv_cache_blocks
         manager.allocate_slots, manager.cache_blocks = self.allocate_slots, self.cache_blocks
-        if only_slots:
-            return
         names = vars(Request("", [0], SamplingParams(max_tokens=1), None)).keys()
         (stale,) = (name for name in STALE if name in names)
         self._stale = attrgetter(stale)
@@ -65,17 +53,25 @@ class DecodeScheduler:
         """The scheduler counts a placeholder as output when it schedules a token."""
         scheduler.schedule, scheduler.update_from_output = self.schedule, self.update_from_output
 
-    def take(self) -> list[Token]:
-        """Tokens since the last call that vLLM's outputs lack; none of them ends a response."""
+    def take(self) -> list[tuple[str, int, float]]:
+        """Tokens since the last call that vLLM's outputs lack, none of which ends a response: vLLM's name of its request, the
+        token and its log-prob."""
         taken, self._taken = self._taken, []
         return taken
 
     # The cache manager: where a token neither begins nor fills a block there is nothing to allocate and nothing to cache.
 
     def allocate_slots(self, request: Any, num_new_tokens: int, *args: Any, **kwargs: Any) -> Any:
-        if num_new_tokens == 1 and 0 < request.num_computed_tokens % self._block < self._block - 1:
+        if num_new_tokens == 1 and not self._is_at_edge(request):
             return self._none
         return self._allocate(request, num_new_tokens, *args, **kwargs)
+
+    def _is_at_edge(self, request: Any) -> bool:
+        """Whether the next token begins a block, or fills one. A token that is in flight is not known: its block is cached when
+        the next one begins.
+        """
+        place = request.num_computed_tokens % self._block
+        return place == 0 or (place == self._block - 1 and not request.num_output_placeholders)
 
     def cache_blocks(self, request: Any, num_computed_tokens: int) -> None:
         # Asynchronous scheduling alone calls it, for each token; other blocks were cached when they were allocated.
@@ -119,14 +115,14 @@ class DecodeScheduler:
     def _next_step(self) -> Any:
         """vLLM's SchedulerOutput with one token of each running request."""
         scheduler = self._scheduler
-        manager, running, block, ahead = scheduler.kv_cache_manager, scheduler.running, self._block, self._ahead
+        manager, running, ahead = scheduler.kv_cache_manager, scheduler.running, self._ahead
         scheduler.current_step += 1
         names = [request.request_id for request in running]
         computed = [request.num_computed_tokens for request in running]
         blocks: list[Any] = [None] * len(running)
-        for place, count in enumerate(computed):
-            if count % block in (0, block - 1):
-                blocks[place] = self._allocate(running[place], 1).get_block_ids(allow_none=True)
+        for place, request in enumerate(running):
+            if self._is_at_edge(request):
+                blocks[place] = self._allocate(request, 1).get_block_ids(allow_none=True)
         step = copy.copy(self._template)
         step.scheduled_cached_reqs = CachedRequestData(
             req_ids=names,
@@ -169,23 +165,21 @@ class DecodeScheduler:
         rows, sampled, log_probs = output.req_id_to_index, output.sampled_token_ids, output.logprobs.logprobs[:, 0].tolist()
         for name, count in scheduled.items():
             request, row = requests.get(name), rows[name]
-            if count == 1 and request is not None and request.prefill_stats is None:
-                tokens, response, params = request._all_token_ids, request._output_token_ids, request.sampling_params
+            if count == 1 and request is not None and request.prefill_stats is None and len(sampled[row]) == 1:
+                (token,) = sampled[row]
+                tokens, response = request._all_token_ids, request._output_token_ids
                 if (
                     len(response) + 1 < request.max_tokens
-                    and len(sampled[row]) == 1
-                    and sampled[row][0] not in params.stop_token_ids
-                    and sampled[row][0] != params.eos_token_id
+                    and token not in request.sampling_params.stop_token_ids
                     and not is_stale(request)
                 ):
-                    (token,) = sampled[row]
                     response.append(token)
                     tokens.append(token)
                     request.num_in_flight_tokens -= 1
                     request.num_output_placeholders -= ahead
                     if len(tokens) % block == 0:
                         request.update_block_hashes()
-                    taken.append(Token(name, token, log_probs[row]))
+                    taken.append((name, token, log_probs[row]))
                     continue
             left[name] = count
         return left
