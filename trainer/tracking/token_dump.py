@@ -26,7 +26,7 @@ from trainer.tracking.sample_dump import text_of
 from workers.batch import Batch
 
 KEPT_STEPS = 50
-"""Maximum number of dumped steps, evenly spaced over the run."""
+"""Maximum number of dumped steps, evenly spaced over the run from the first to the last."""
 FORWARD_EVERY = 10
 """Minimum interval in steps if the log-probs need a forward pass of their own, which takes a tenth of a step in a small run."""
 KEPT_ROWS = 8  # trajectories of a dumped step, from the lowest to the highest score
@@ -44,7 +44,7 @@ class ResponseLog:
         self._path = run_dir / ANSWERS
         self._tokenizer = tokenizer
         self._total_steps = total_steps
-        self._every = max(-(-total_steps // KEPT_STEPS), FORWARD_EVERY if forwards else 1)
+        self._every = max(-(-(total_steps - 1) // (KEPT_STEPS - 1)), FORWARD_EVERY if forwards else 1)
         self._forwards = forwards
 
     def record(self, step: int, batch: Batch, actor: RemoteModel) -> None:
@@ -53,7 +53,8 @@ class ResponseLog:
         batch: tokens input_ids, sampled_mask, rollout_log_probs, advantages, and old_log_probs unless ``forwards``; rows uid,
         trajectory, part, score; objects prompt, ground_truth, and session if the responses are sessions.
         """
-        if step % self._every and step != self._total_steps:
+        # From the first step on, which takes its time anyway: where layers are compiled, the first forward pass takes seconds.
+        if (step - 1) % self._every and step != self._total_steps:
             return
         # At least one row per data-parallel rank for the forward pass; only KEPT_ROWS of them are written.
         trajectories = Trajectories.of(batch)

@@ -120,9 +120,9 @@ def test_parts_of_a_trajectory_are_one_entry(tokenizer: Any, tmp_path: Path) -> 
     assert entries[0]["advantages"] == [*first[4:].tolist(), *last[6:].tolist()]
 
 
-def test_log_probs_are_computed_in_at_most_a_tenth_of_the_steps(tokenizer: Any, tmp_path: Path) -> None:
+def test_log_probs_are_computed_in_the_first_and_the_last_step_and_a_tenth_of_the_others(tokenizer: Any, tmp_path: Path) -> None:
     actor = keep(tmp_path, tokenizer, batch_of(tokenizer, "4"), *range(1, 46), total=45, forwards=True)
-    assert [entry[GLOBAL_STEP] for entry in read_lines(tmp_path / ANSWERS)] == [10, 20, 30, 40, 45] and len(actor.asked) == 5
+    assert [entry[GLOBAL_STEP] for entry in read_lines(tmp_path / ANSWERS)] == [1, 11, 21, 31, 41, 45] and len(actor.asked) == 6
 
 
 def test_steps_rows_and_tokens_are_limited(tokenizer: Any, tmp_path: Path) -> None:
@@ -130,7 +130,7 @@ def test_steps_rows_and_tokens_are_limited(tokenizer: Any, tmp_path: Path) -> No
     keep(tmp_path, tokenizer, batch, *range(1, 1051), total=1050)
     entries = read_lines(tmp_path / ANSWERS)
     steps = sorted({entry[GLOBAL_STEP] for entry in entries})
-    assert len(steps) <= KEPT_STEPS and steps[-1] == 1050 and len(entries) == KEPT_ROWS * len(steps)
+    assert len(steps) <= KEPT_STEPS and (steps[0], steps[-1]) == (1, 1050) and len(entries) == KEPT_ROWS * len(steps)
     assert (len(entries[0]["tokens"]), entries[0]["length"]) == (KEPT_TOKENS, KEPT_TOKENS + 9)
 
 
