@@ -50,10 +50,10 @@ HEADS = ("--num_attention_heads=3", "--num_key_value_heads=1")  # of 32 numbers:
 Curve = list[tuple[int, float]]
 
 
-def warm_up(folder: Path, seed: int, *shape: str) -> Path:
+def warm_up(folder: Path, seed: int, *shape: str, sft: Sequence[str] = ()) -> Path:
     """Write the data if it does not exist, and this seed's model; return the model's path.
 
-    shape: arguments of data_preprocess.tiny_model.
+    shape: arguments of data_preprocess.tiny_model. sft: overrides of the warm start.
     """
     if not (folder / "train.parquet").exists():
         run("data_preprocess.sort_digits", f"--local_save_dir={folder}")
@@ -61,7 +61,7 @@ def warm_up(folder: Path, seed: int, *shape: str) -> Path:
     run(
         "trainer.main_sft", "recipe=sort_digits", f"trainer.seed={seed}", f"data.train_files={folder}/sft.parquet",
         f"model.path={folder}/base-{seed}", f"trainer.export_dir={folder}/warm-{seed}",
-        f"trainer.default_local_dir={folder}/sft-{seed}",
+        f"trainer.default_local_dir={folder}/sft-{seed}", *sft,
     )  # fmt: skip
     return folder / f"warm-{seed}"
 
