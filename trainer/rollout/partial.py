@@ -149,12 +149,16 @@ class PartialRollouts:
         """Queue all unfinished responses; returns the number of tokens that the engines compute again."""
         tokens = 0
         for ids in self.buffer.unfinished():
-            flow.admit(ids, len(self.buffer.prompt(ids[0]).prompt_ids))
+            prompt_length = len(self.buffer.prompt(ids[0]).prompt_ids)
+            flow.admit(ids, prompt_length)
             # Now: sessions that were resumed have their calls, except those that had to begin anew.
             if known := self.buffer.with_call(ids):
                 requests = self.buffer.requests(known)
                 begun = requests.rows["begun"]
-                tokens += int((requests.lengths - begun).max() + begun.sum())
+                longest, again = int((requests.lengths - begun).max()), int(begun.sum())
+                # What waited for a slot of an engine has not been computed yet.
+                if again or longest > prompt_length:
+                    tokens += longest + again
         return tokens
 
     def _admit(self, flow: Flow, prompt: Prompt, sampler: Sampler, step: int) -> None:

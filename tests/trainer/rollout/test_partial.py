@@ -290,6 +290,19 @@ def test_without_a_filter_every_ordinal_is_trained_once_before_it_is_too_old(see
             run.resume(run.state)
 
 
+@pytest.mark.parametrize("filtered", [False, True])
+def test_prompts_that_waited_for_a_slot_are_not_computed_again(filtered: bool, case: Case) -> None:
+    """Prompts have one token."""
+    run = Run(case, mixture(5), oversubmit=4.0, slots=7, filtered=filtered)
+    waited = 0
+    for _ in range(5):
+        begun = [run.buffer.requests(ids).rows["begun"] for ids in run.buffer.unfinished()]
+        waited += sum(not group.any() for group in begun)
+        batch = run.next_batch()
+        assert batch.meta["metrics"]["rollout/recomputed_tokens"] == sum(1 + int(group.sum()) for group in begun if group.any())
+    assert waited > 0
+
+
 @pytest.mark.parametrize("with_baselines", [False, True])
 def test_run_that_is_resumed_after_any_step_has_the_same_batches(with_baselines: bool, case: Case) -> None:
     """Kept groups wait at the end of several steps. Late scores change nothing."""
