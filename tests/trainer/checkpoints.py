@@ -1,9 +1,11 @@
 """Checkpoints of synthetic models, written by the real Saver."""
 
+import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, wait
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
@@ -37,7 +39,7 @@ class Tokenizer:
 
 class Model:
     """Text files of two ranks. problem: the error that ends the next save. gate: an event it waits for. seconds,
-    waited_for: see Saved."""
+    waited_for: see Saved. pool: its workers' name. meets: a save waits there for the others."""
 
     def __init__(
         self,
@@ -47,7 +49,11 @@ class Model:
         gate: Future[None] | None = None,
         seconds: float = 1.0,
         waited_for: str | None = None,
+        pool: str = "workers",
+        meets: threading.Barrier | None = None,
     ) -> None:
+        self.group = SimpleNamespace(name=pool)
+        self.meets = meets
         self.role = role
         self.step = step
         self.problem = problem
@@ -57,6 +63,8 @@ class Model:
         self.writing: Future[Saved] | None = None
 
     def save(self, path: str, *, background: bool = False) -> None:
+        if self.meets is not None:
+            self.meets.wait()
         self.writing = in_background(partial(self._write, Path(path), background))
         if not background:
             wait([self.writing])

@@ -11,7 +11,7 @@ writes guarantees that:
 Directories with an incomplete name are leftovers of a killed run; the next start completes them or removes them.
 
 With async_save training waits only until the state is copied to host memory (12 bytes per parameter in float32, over all
-ranks). Threads on the workers write while the next steps run, and the controller performs steps 2 to 4 when it next polls them.
+ranks), by all pools at the same time. Threads on the workers write while the next steps run, and the controller performs steps 2 to 4 when it next polls them.
 If the run is killed between the last written byte and that poll, its next start performs steps 2 and 3 (see unfinished.py). One
 save is in progress at a time. An OSError abandons the save, is reported as an event, and the next save is tried as usual; only
 the last save of a run makes the run fail.
@@ -53,6 +53,7 @@ from trainer.checkpoint.manifest import (
 )
 from trainer.checkpoint.remote_copies import RemoteCopies
 from trainer.checkpoint.unfinished import announce, complete_interrupted, entries, make_whole, with_files
+from trainer.cluster.concurrency import Together
 from trainer.cluster.remote import RemoteModel, SaveFailed
 from trainer.run.errors import CheckFailed, NotSaved
 from trainer.run.events import Events
@@ -166,10 +167,12 @@ class Saver:
             if self.background:
                 # Before the workers write: the next start completes only a save that was announced.
                 announce(folder, manifest)
-            for role, model in models.items():
-                # In the foreground each model is written before the next one starts. In the background they write concurrently.
-                model.save(str(folder / role), background=self.background)
-                if not self.background:
+                pools = Together({role: model.group for role, model in models.items()}, self.world_size)
+                pools({role: partial(model.save, str(folder / role), background=True) for role, model in models.items()})
+            else:
+                # Each model is written before the next one starts.
+                for role, model in models.items():
+                    model.save(str(folder / role))
                     model.saved()
             self._pending = Pending(folder, models, manifest, started, time.monotonic() - started)
         if not self.background:

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
+from threading import Barrier, BrokenBarrierError
 from typing import Any
 
 import pytest
@@ -87,6 +88,17 @@ def test_arrays_are_saved_as_they_were_when_the_save_began(background: bool, tmp
     assert checkpoint.manifest.roles == ["actor", "critic"] and checkpoint.with_arrays() == {"groups", "nothing"}
     assert equal(checkpoint.arrays("groups"), responses(2)["groups"]) and checkpoint.arrays("nothing") == {}
     assert checkpoint.arrays("of_another_version") == {}
+
+
+@pytest.mark.parametrize(("pools", "met"), [(("actor", "critic"), True), (("workers", "workers"), False)])
+def test_state_is_copied_by_all_pools_at_the_same_time(pools: tuple[str, str], met: bool, tmp_path: Path) -> None:
+    """Each save waits for the other. In one pool they are copied in turn."""
+    saving, meets = saver(tmp_path, async_save=True), Barrier(2, timeout=20.0 if met else 0.2)
+    both = {role: models(2, [role], pool=pool, meets=meets)[role] for role, pool in zip(ROLES, pools, strict=True)}
+    with contextlib.nullcontext() if met else pytest.raises(BrokenBarrierError):
+        saving.save(2, both, {}, {})
+    saving.finish()
+    assert met is (resume(tmp_path) == 2)
 
 
 def test_checkpoint_without_arrays_has_no_directory_for_them(tmp_path: Path) -> None:
