@@ -11,10 +11,10 @@ writes guarantees that:
 Directories with an incomplete name are leftovers of a killed run; the next start completes them or removes them.
 
 With async_save training waits only until the state is copied to host memory (12 bytes per parameter in float32, over all
-ranks), by all pools at the same time. Threads on the workers write while the next steps run, and the controller performs steps 2 to 4 when it next polls them.
-If the run is killed between the last written byte and that poll, its next start performs steps 2 and 3 (see unfinished.py). One
-save is in progress at a time. An OSError abandons the save, is reported as an event, and the next save is tried as usual; only
-the last save of a run makes the run fail.
+ranks), by all pools at the same time. Threads on the workers write while the next steps run, and the controller performs steps 2
+to 4 when it next polls them. If the run is killed between the last written byte and that poll, its next start performs steps 2
+and 3 (see unfinished.py). One save is in progress at a time. An OSError abandons the save, is reported as an event, and the next
+save is tried as usual; only the last save of a run makes the run fail.
 """
 
 from __future__ import annotations
