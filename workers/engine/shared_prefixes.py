@@ -55,8 +55,10 @@ class SharedPrefixes:
     padding: int
 
     @classmethod
-    def of(cls, lengths: Sequence[int], chains: Sequence[Chain], device: torch.device, unit: int = 1) -> SharedPrefixes | None:
-        """Build the mapping for one micro-batch; None if its rows share nothing.
+    def of(
+        cls, lengths: Sequence[int], chains: Sequence[Chain], device: torch.device, unit: int = 1, *, always: bool = False
+    ) -> SharedPrefixes | None:
+        """Build the mapping for one micro-batch; None if its rows share nothing, unless ``always``.
 
         lengths, chains: tokens of each of the B rows and its prefixes. unit: C is padded to a multiple of it.
         """
@@ -74,7 +76,7 @@ class SharedPrefixes:
                     copies.append((key, row, begin, end))
                     begin, key = end, None
         stretches = [Stretch(starts[row], begin, end - begin) for row, begin, end in owners.values()]
-        if (n_computed := sum(stretch.length for stretch in stretches)) == starts[-1]:
+        if (n_computed := sum(stretch.length for stretch in stretches)) == starts[-1] and not always:
             return None
         stretches.sort(key=lambda stretch: (-stretch.seen, -stretch.length, stretch.start))  # equal shapes: one attention call
         # Computed tokens are split evenly over Ulysses ranks, so these are padded and not the rows.

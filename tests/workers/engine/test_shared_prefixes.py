@@ -199,7 +199,7 @@ def outputs_of(engine: FSDPEngine, batch: Batch, plan: MicroBatches, names: set[
     for chosen in filter(None, plan):
         rows = micro_batch(batch, chosen, engine.device)
         with torch.no_grad():
-            results = engine._run(rows, names, shared=engine._shared(batch, chains, chosen))
+            results = engine._run(rows, names, shared=engine._shared(rows, chains, longest_first(batch, chosen)))
         for name, out in results.items():
             parts = out.split(rows.lengths.tolist()) if len(out) == rows.total_tokens and name != "last_value" else out.split(1)
             for row, part in zip(longest_first(batch, chosen), parts, strict=True):

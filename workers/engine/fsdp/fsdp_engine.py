@@ -163,7 +163,7 @@ class FSDPEngine(TrainEngine):
         with torch.no_grad(), base_only:
             for chosen in plan:
                 rows = micro_batch(collected.batch, chosen, self.device)
-                results = self._run(rows, outputs, shared=self._shared(batch, chains, chosen))
+                results = self._run(rows, outputs, shared=self._shared(rows, chains, longest_first(batch, chosen)))
                 if chosen and self.mesh.is_output_rank:
                     collected.put(rows, results)
         self._free_gathered()
@@ -209,7 +209,8 @@ class FSDPEngine(TrainEngine):
         sums: dict[str, Tensor] = {}
         for i, chosen in enumerate(plan):
             self._reduce_gradients(i == len(plan) - 1)
-            rows, shared = micro_batch(batch, chosen, self.device), self._shared(batch, chains, chosen)
+            rows = micro_batch(batch, chosen, self.device)
+            shared = self._shared(rows, chains, longest_first(batch, chosen))
             outputs = self._run(rows, loss.needs, routing=None if balance is None else coefficient > 0, shared=shared)
             total, metrics = weighted(loss, outputs, rows)
             if chosen:
@@ -278,13 +279,18 @@ class FSDPEngine(TrainEngine):
             if isinstance(module, FSDPModule):
                 module.reshard()
 
-    def _shared(self, batch: Batch, chains: list[Chain] | None, chosen: Sequence[int]) -> SharedPrefixes | None:
-        """Prefix sharing of the micro-batch of these rows of ``batch``; None without."""
-        if chains is None or not chosen:
+    def _shared(self, rows: Batch, chains: list[Chain] | None, order: Sequence[int]) -> SharedPrefixes | None:
+        """Prefix sharing of a micro-batch; None without.
+
+        rows: the micro-batch. chains: of the whole batch, None if no rows share anything. order: indices of the rows in it.
+        """
+        if chains is None:
             return None
-        # The order in which micro_batch selects the same rows.
-        order, unit = longest_first(batch, chosen), self.fsdp.ulysses_sequence_parallel_size
-        return SharedPrefixes.of(batch.lengths[order].tolist(), [chains[row] for row in order], self.device, unit)
+        of_rows = [chains[row] for row in order] or [()]  # a dummy row has no prefix
+        # Compiled layers have a graph for shared prefixes and one for whole rows. Few micro-batches of a batch share nothing: they
+        # are not worth the compilation of the second.
+        unit, always = self.fsdp.ulysses_sequence_parallel_size, self._model.fused
+        return SharedPrefixes.of(rows.lengths.tolist(), of_rows, self.device, unit, always=always)
 
     def _run(
         self, rows: Batch, outputs: Collection[str], *, routing: bool | None = None, shared: SharedPrefixes | None = None

@@ -140,6 +140,22 @@ def test_the_kernel_for_all_rows_is_part_of_a_layers_graph(
     assert counters["stats"]["unique_graphs"] == 4 and not counters["graph_break"]
 
 
+def test_rows_that_share_nothing_have_the_graph_of_those_that_do(
+    group: None, models: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So have dummy rows. Their graph would be compiled in the first step in which a micro-batch has none that share."""
+    monkeypatch.setattr(packed_attention, "_has_kernel", lambda q: True)
+    monkeypatch.setattr(packed_attention, "varlen_attn", kernel)
+    plain, compiled = pair(partial(toy_engine, models["qwen2"], dtype="float64"))
+    graphs = []
+    for plan in (ONE_CUT, SEVERAL, ((2, 0, 5), (1, 3, 4, 6), (), (7,), (8,))):
+        assert distance(*(gradients(engine, grouped(), plan, ToyLoss()) for engine in (plain, compiled))) < 1e-12
+        whole, found = (engine.forward(grouped(), plan, {"log_probs"}) for engine in (plain, compiled))
+        torch.testing.assert_close(found.tokens["log_probs"], whole.tokens["log_probs"], rtol=0, atol=1e-6)
+        graphs.append(counters["stats"]["unique_graphs"])
+    assert 0 < graphs[0] == graphs[-1]
+
+
 @pytest.mark.soak
 def test_generated_code_gives_the_same_gradient(group: None, models: dict[str, str]) -> None:
     (share,), (plan,) = cut(toy_batch(LENGTHS), 1, max_tokens=50)
