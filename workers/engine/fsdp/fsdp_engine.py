@@ -288,7 +288,7 @@ class FSDPEngine(TrainEngine):
             return None
         of_rows = [chains[row] for row in order] or [()]  # a dummy row has no prefix
         # Compiled layers have a graph for shared prefixes and another for whole rows. Few micro-batches of a batch share nothing:
-        # they are not worth the compilation of the second.
+        # gathering their keys and values takes less time than compiling the second.
         unit, always = self.fsdp.ulysses_sequence_parallel_size, self._model.fused
         return SharedPrefixes.of(rows.lengths.tolist(), of_rows, self.device, unit, always=always)
 
