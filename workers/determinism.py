@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,7 +15,6 @@ from torch import Tensor
 ENVIRONMENT = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 # Selects vLLM kernels whose result for a row does not depend on the other rows of the batch.
 VLLM_ENVIRONMENT = {"VLLM_BATCH_INVARIANT": "1"}
-T = TypeVar("T")
 NONDETERMINISM_WARNING = re.compile(
     r"(?P<kernel>\w[\w ]*?) (does not have a deterministic implementation|defaults to a non-deterministic)"
 )
@@ -48,12 +47,6 @@ def deterministic_kernels() -> Iterator[set[str]]:
         finally:
             cudnn.deterministic, cudnn.benchmark = before
             torch.use_deterministic_algorithms(False)
-
-
-def compiled(function: Callable[..., T]) -> Callable[..., T]:
-    """Compile for tensors of any length; if determinism is requested, to code that is not chosen by timing alternatives."""
-    options: dict[str, Any] | None = {"deterministic": True} if torch.are_deterministic_algorithms_enabled() else None
-    return torch.compile(function, dynamic=True, options=options)
 
 
 def make_backward_deterministic(out: Tensor) -> None:

@@ -26,6 +26,7 @@ WITHIN = (
     "engine_wake",
     "release_memory",
     "gc",
+    "compile",
     "recompute",
     "rollout_idle",
     "trainer_stall",

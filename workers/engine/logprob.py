@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear
 
-from workers.determinism import compiled
+from workers.compilation import compiled
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from workers.batch import Batch
+from workers.compilation import COMPILE_TIME
 from workers.metric import Metric, Metrics
 from workers.roles.memory_scheduler import GCTime, MemoryScheduler
 from workers.roles.recompute_time import RecomputeTime
@@ -57,8 +58,9 @@ class RolloutRole:
         Unfinished requests continue with the new weights. keep_cache: see Rollout.load_weights.
 
         Returns metrics: what was verified of the engine's weights; and, since the last sync, the seconds of the slowest rank
-        in engine_sleep, engine_wake, release_memory (see MemoryScheduler), gc and, if responses were submitted again, recompute
-        (see RecomputeTime), which are parts of the phases in which they occurred. Raises WeightMismatch.
+        in engine_sleep, engine_wake, release_memory (see MemoryScheduler), gc, compile (where something was compiled) and, if
+        responses were submitted again, recompute (see RecomputeTime), which are parts of the phases in which they occurred.
+        Raises WeightMismatch.
         """
         with self.during():
             # This sync decides anew whether the engine can share the source's tensors.
@@ -70,6 +72,8 @@ class RolloutRole:
         seconds = self.memory_scheduler.take_seconds()
         if self.gc_time is not None:
             seconds["gc"], self.gc_time.seconds = self.gc_time.seconds, 0.0
+        if compiling := COMPILE_TIME.take():
+            seconds["compile"] = compiling
         again, spent = self.recompute.again, self.recompute.take()
         if again and self.rollout.prefilled is not None:
             seconds["recompute"] = spent

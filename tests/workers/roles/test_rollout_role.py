@@ -8,6 +8,7 @@ import torch
 
 from tests.trainer.data.tokenizers import byte_tokenizer
 from workers.batch import Batch
+from workers.compilation import COMPILE_TIME
 from workers.roles.rollout_role import RolloutRole, requests_of
 from workers.rollout.base import Completion, NewTokens, Request, Sampling
 
@@ -69,6 +70,21 @@ def test_begun_responses_are_continued_from_their_last_tokens() -> None:
     assert (first.prompt_ids, first.response_ids, second.prompt_ids, second.response_ids) == ((5,), (6, 7, 8), (9, 9), ())
 
 
+class Synced(Awake):
+    def enter(self, phase: str, role: str | None = None) -> None:
+        assert phase in ("generate", "sync")
+
+    def share_weights_of(self, role: str | None) -> None:
+        pass
+
+    def take_seconds(self) -> dict[str, float]:
+        return {}
+
+
+def synced(engine: Any) -> RolloutRole:
+    return RolloutRole(engine, None, cast(Any, Synced()), cast(Any, lambda version, keep_cache: (False, {})))
+
+
 @pytest.mark.parametrize(("known", "begun", "expected"), [(True, 3, {"timing_s/recompute": 0.5}), (True, 0, {}), (False, 3, {})])
 def test_seconds_of_recomputation_are_reported_where_responses_were_submitted_again(
     known: bool, begun: int, expected: dict[str, float], monkeypatch: pytest.MonkeyPatch
@@ -82,25 +98,23 @@ def test_seconds_of_recomputation_are_reported_where_responses_were_submitted_ag
             self.prefilled = None if not known else 4 if self.unfinished == 3 else 0
             return super().step()
 
-    class Synced(Awake):
-        def enter(self, phase: str, role: str | None = None) -> None:
-            assert phase in ("generate", "sync")
-
-        def share_weights_of(self, role: str | None) -> None:
-            pass
-
-        def take_seconds(self) -> dict[str, float]:
-            return {}
-
     prompts = Batch(
         torch.tensor([4, 2, 2]),
         tokens={"input_ids": torch.arange(8)},
         rows={name: torch.tensor([0, 1, 2]) for name in ("id", "seed")}
         | {"greedy": torch.zeros(3), "begun": torch.tensor([begun, 0, 0])},
     )
-    role = RolloutRole(cast(Any, Counting()), None, cast(Any, Synced()), cast(Any, lambda version, keep_cache: (False, {})))
+    monkeypatch.setattr(COMPILE_TIME, "seconds", 0.0)
+    role = synced(Counting())
     role.advance(prompts, SAMPLING, 9)
     assert {name: metric.value for name, metric in role.sync_weights(1).items()} == expected
+    assert role.sync_weights(2) == {}
+
+
+def test_seconds_of_compilation_are_reported_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(COMPILE_TIME, "seconds", 2.5)
+    role = synced(Engine())
+    assert {name: metric.value for name, metric in role.sync_weights(1).items()} == {"timing_s/compile": 2.5}
     assert role.sync_weights(2) == {}
 
 

@@ -19,8 +19,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils.checkpoint import checkpoint
 
 from configs.schema.common import FSDPConfig
+from workers.compilation import compiled
 from workers.controller.logs import announce
-from workers.determinism import compiled
 from workers.engine.fsdp.units import layers_per_unit
 from workers.engine.hf.hf_model import DTYPES, PackedModel
 from workers.engine.stored_weights import StoredWeights
