@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -105,10 +106,13 @@ def test_first_signal_is_deferred_and_the_next_sigterm_reaches_the_previous_hand
     clock = stopping(tmp_path)
     with ignored(), clock:
         assert not clock.is_due(3, {}, 0.0, Events(tmp_path))
+        before = {*threading.enumerate()}
         os.kill(os.getpid(), number)
-        printed = ""
-        while not printed.endswith("\n"):  # from a thread
-            printed += capfd.readouterr().err
+        while signal.getsignal(signal.SIGTERM) != signal.SIG_IGN:
+            time.sleep(0.01)
+        for thread in {*threading.enumerate()} - before:  # which prints; what it writes while the output is read would be lost
+            thread.join()
+        printed = capfd.readouterr().err
         assert printed == f"{number.name}: the run ends after this step, with a checkpoint; a second SIGTERM ends it now\n"
         assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
         os.kill(os.getpid(), signal.SIGUSR1)  # Slurm may send it again
