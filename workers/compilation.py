@@ -12,13 +12,17 @@ T = TypeVar("T")
 
 
 class CompileTime:
-    """Seconds that this process spends in torch.compile, from the first call of ``compiled`` on."""
+    """Seconds that this process spends in torch.compile, from the first call of ``compiled`` on, also for others' functions.
+
+    torch calls back for the outermost compilation only.
+    """
 
     def __init__(self) -> None:
         self.seconds = self._start = 0.0
         self._counts = False
 
     def count(self) -> None:
+        """Begin to count, once per process."""
         if self._counts:
             return
         # Not at the top of the module: it loads torch's compiler, which takes a second.

@@ -44,8 +44,14 @@ MODES: dict[str, tuple[str, ...]] = {
     "async-4": (*AHEAD, "async_training.max_staleness=4", "async_training.trigger_parameter_sync_step=4"),
 }
 DIGITS, LONGEST = 6, 112
-WORKED_SFT = ("data.max_length=128", "trainer.total_training_steps=400")
-WORKED_RL = (f"data.max_response_length={LONGEST}", "actor_rollout_ref.actor.optim.lr=1e-4")
+TASKS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "digits": ((), ()),
+    "worked": (
+        ("data.max_length=128", "trainer.total_training_steps=400"),
+        (f"data.max_response_length={LONGEST}", "actor_rollout_ref.actor.optim.lr=1e-4"),
+    ),
+}
+"""Overrides of the warm start and of each run."""
 
 
 def mean_of(metric: str, run_dir: Path) -> float:
@@ -77,7 +83,7 @@ def worked(digits: str) -> str:
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--task", choices=("digits", "worked"), default="digits", help="(default: %(default)s)")
+    parser.add_argument("--task", choices=list(TASKS), default="digits", help="(default: %(default)s)")
     parser.add_argument("--modes", nargs="+", choices=list(MODES), default=list(MODES))
     parser.add_argument("--seeds", nargs="+", type=int, default=list(SEEDS))
     parser.add_argument("--steps", type=int, default=STEPS, help="(default: %(default)s)")
@@ -86,12 +92,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments = parser.parse_args(argv)
     report: dict[str, dict[str, object]] = {}
     with tempfile.TemporaryDirectory() as folder:
-        more: tuple[str, ...] = ()
-        sft: tuple[str, ...] = ()
+        sft, more = TASKS[arguments.task]
         if arguments.task == "worked":
             with redirect_stdout(sys.stderr):
                 write_worked(Path(folder))
-            sft, more = WORKED_SFT, WORKED_RL
         warm = {seed: warm_up(Path(folder), seed, sft=sft) for seed in arguments.seeds}
         for mode in arguments.modes:
             curves, ages, stale = {}, {}, {}

@@ -119,12 +119,15 @@ def kernel(
     return scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale, enable_gqa=True).transpose(0, 1)
 
 
-def test_the_kernel_for_all_rows_is_part_of_a_layers_graph(
-    group: None, models: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Rows of any number and length have one graph of a layer, rows that share prefixes another, and the head has two."""
+@pytest.fixture
+def one_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attention of all rows is one call, as on CUDA."""
     monkeypatch.setattr(packed_attention, "_has_kernel", lambda q: True)
     monkeypatch.setattr(packed_attention, "varlen_attn", kernel)
+
+
+def test_the_kernel_for_all_rows_is_part_of_a_layers_graph(group: None, models: dict[str, str], one_kernel: None) -> None:
+    """Rows of any number and length have one graph of a layer, rows that share prefixes another, and the head has two."""
     plain, compiled = pair(partial(toy_engine, models["qwen2"], dtype="float64"))
 
     def compare(share: Batch, plan: MicroBatches) -> None:
@@ -140,12 +143,8 @@ def test_the_kernel_for_all_rows_is_part_of_a_layers_graph(
     assert counters["stats"]["unique_graphs"] == 4 and not counters["graph_break"]
 
 
-def test_rows_that_share_nothing_have_the_graph_of_those_that_do(
-    group: None, models: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_that_share_nothing_have_the_graph_of_those_that_do(group: None, models: dict[str, str], one_kernel: None) -> None:
     """So have dummy rows. Their graph would be compiled in the first step in which a micro-batch has none that share."""
-    monkeypatch.setattr(packed_attention, "_has_kernel", lambda q: True)
-    monkeypatch.setattr(packed_attention, "varlen_attn", kernel)
     plain, compiled = pair(partial(toy_engine, models["qwen2"], dtype="float64"))
     graphs = []
     for plan in (ONE_CUT, SEVERAL, ((2, 0, 5), (1, 3, 4, 6), (), (7,), (8,))):
