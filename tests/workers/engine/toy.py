@@ -132,9 +132,9 @@ def cut(batch: Batch, n_ranks: int = 1, **limits: int) -> tuple[list[Batch], lis
 
 
 def gradients(engine: FSDPEngine, batch: Batch, plan: MicroBatches, loss: Any) -> dict[str, Tensor]:
-    """The gradient of every parameter, in full, and gone from the engine."""
+    """The gradient of every trainable parameter, in full, and gone from the engine."""
     engine.accumulate(batch, plan, loss)
-    grads = [(name, param.grad) for name, param in engine._params.items()]
+    grads = [(name, param.grad) for name, param in engine._params.items() if param.requires_grad]
     found = {name: full(grad).cpu().clone() for name, grad in grads}
     engine.move(grads="cpu")
     return found
