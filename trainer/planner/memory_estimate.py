@@ -143,8 +143,8 @@ class Role:
         return self.at_rest() + (states + head_chunk(shape, Setting())) / tp
 
     def _megatron(self, cut: MegatronConfig) -> tuple[float, float, float]:
-        """Bytes of (weights in ``dtype``, float32 gradients, the optimizer's float32 weights and two moments)."""
-        parameters = self.shape.parameters / (cut.tensor_model_parallel_size * cut.pipeline_model_parallel_size)
+        """Bytes on the largest stage: (weights in ``dtype``, float32 gradients, the optimizer's float32 weights and moments)."""
+        parameters = self.shape.stage_parameters(cut.pipeline_model_parallel_size) / cut.tensor_model_parallel_size
         # The distributed optimizer divides its state over the data-parallel copies of the model.
         copies = world_size(self.pool) // cut.model_parallel_size if cut.use_distributed_optimizer else 1
         return BYTES[cut.dtype] * parameters, 4 * parameters, 12 * parameters / copies

@@ -84,6 +84,12 @@ class Shape:
     def parameters(self) -> int:
         return self.layers * self.layer_parameters + self.root_parameters
 
+    def stage_parameters(self, stages: int) -> int:
+        """Parameters of the largest pipeline stage, the last: it has the norm and the head, if tied a copy of the embedding."""
+        if stages == 1:
+            return self.parameters
+        return -(-self.layers // stages) * self.layer_parameters + self.vocabulary * self.hidden + self.hidden
+
 
 @dataclass(frozen=True, slots=True)
 class Setting:

@@ -101,12 +101,13 @@ def test_key_reduces_the_memory_of_its_phase(word: str, phase: str) -> None:
 
 
 def test_megatron_memory_is_divided_by_its_parallel_sizes() -> None:
-    """18 bytes a parameter, 12 of them of the distributed optimizer."""
+    """18 bytes a parameter, 12 of them of the distributed optimizer; the last of two stages has the head and half the layers."""
     words = (f"{ACTOR}.strategy=megatron", "placement=split", "trainer.nnodes=4", f"{ACTOR}.megatron.sequence_parallel=false")
     whole = gigabytes(*words)["actor actor: update"]
     cut = gigabytes(*words, f"{ACTOR}.megatron.pipeline_model_parallel_size=2")["actor actor: update"]
     kept = SHAPE.parameters / 1e9
-    assert whole - cut == pytest.approx((6 + 12 / 8) * kept - (6 / 2 + 12 / 2 / 4) * kept)
+    stage = (SHAPE.layers / 2 * SHAPE.layer_parameters + (SHAPE.vocabulary + 1) * SHAPE.hidden) / 1e9
+    assert whole - cut == pytest.approx((6 + 12 / 8) * kept - (6 + 12 / 4) * stage)
 
 
 def test_shape_is_recognized_by_its_parameter_count() -> None:

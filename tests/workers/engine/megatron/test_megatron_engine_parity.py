@@ -7,13 +7,14 @@ import pytest
 import torch
 import torch.multiprocessing
 from torch import Tensor, nn
-from transformers import AutoModelForTokenClassification
+from transformers import AutoConfig, AutoModelForTokenClassification
 
 from tests.workers.engine.fsdp.cases import training_batch
 from tests.workers.engine.fsdp.test_fsdp_engine_parity import plain_optimizer, plain_training
 from tests.workers.engine.megatron.cases import OUTPUTS
 from tests.workers.engine.megatron.rank import CRITICS, SOAK, TRAINED, soak
 from tests.workers.engine.toy import ADAMW, plain_model
+from trainer.planner.memory_model import Shape
 
 RanksOf = Callable[[int], list[dict[str, Any]]]
 CASES = [pytest.param(size, name, id=name) for size, cases in TRAINED.items() for name in cases]
@@ -46,6 +47,17 @@ def test_answers(ranks_of: RanksOf, plain: Any, size: int, name: str) -> None:
 def test_a_rank_holds_its_part_alone(ranks_of: RanksOf, size: int, name: str) -> None:
     """Layers, matrices and moments; and it works on its part of the tokens."""
     check_parts([rank[name] for rank in ranks_of(size)], size, TRAINED[size][name][1])
+
+
+@pytest.mark.parametrize("name", ["pp2 tied", "pp2 vpp2", "pp2 llama"])
+def test_the_memory_model_counts_the_parameters_of_the_largest_stage(
+    ranks_of: RanksOf, models: dict[str, str], name: str
+) -> None:
+    """A tied embedding is on the first stage and on the last."""
+    shape = Shape.of(AutoConfig.from_pretrained(models[TRAINED[2][name][0]]).to_dict())
+    biases = shape.layers // 2 * (shape.queries + 2 * shape.keys)  # which the model counts, and llama has none
+    expected = shape.stage_parameters(2) - (biases if name == "pp2 llama" else 0)
+    assert max(rank[name]["holds"]["parameters"] for rank in ranks_of(2)) == expected
 
 
 @pytest.fixture(scope="module")
