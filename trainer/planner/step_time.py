@@ -153,7 +153,8 @@ def engines(config: PPOConfig, place: Placement, shape: Shape, hardware: Hardwar
     eager = rollout.enforce_eager or hardware.device == "cpu"
     # SGLang generates between the calls too.
     steps = STEPS if rollout.name != "sglang" else 0
-    decoder = Decoder(shape, group, slots(config, shape, hardware, lengths), BYTES[rollout.dtype], steps, eager)
+    adapter = config.actor_rollout_ref.model.has_adapter and rollout.lora_sync == "adapter"
+    decoder = Decoder(shape, group, slots(config, shape, hardware, lengths), BYTES[rollout.dtype], steps, eager, adapter)
     return EnginePlan(decoder, max(1, world_size(pool) // ranks), sampled, rollout.n, rollout.max_num_seqs, rollout.balance)
 
 

@@ -33,6 +33,9 @@ COMPILED_LAYER, COMPILED_HEAD, COMPILED_BATCH = 0.8, (4, 11), 1.4
 backward; and cost of the host for a micro-batch, which kernels hide, relative to hardware.SoftwareCosts.batch. From train.py with
 0.5B and 7B on H100 and H200 (docs/performance.md, «An update on one GPU»): 0.6 to 1.0 of a layer's traffic; 30 ms of the host for
 a forward and 59 with its backward, with FSDP's hooks; the head's from the kernels of a step of 0.5B there."""
+ADAPTER_LAYER = 1.15e-4
+"""Seconds of an adapter's kernels in a layer of a decode step on CUDA, two for each group of its matrices: the generation of
+docs/gpu.md's lora-adapter less that of lora-merged (7B, 28 layers, 1,024 steps, H200)."""
 ADAMW_NUMBERS = 7
 """Numbers per parameter that AdamW reads (4) and writes (3): parameter, gradient, two moments."""
 
@@ -219,7 +222,7 @@ class Decoder:
     """A rollout engine on ``group``'s GPUs (tensor parallel).
 
     slots: sequences at once. call_steps: decode steps of a call, between which it waits; 0: it does not wait. eager: without CUDA
-    graphs.
+    graphs. adapter: the engine applies a LoRA adapter of all layers (lora_sync=adapter).
     """
 
     shape: Shape
@@ -228,6 +231,7 @@ class Decoder:
     size: int
     call_steps: int
     eager: bool = False
+    adapter: bool = False
 
     def step(self, running: float, context: float) -> float:
         """Seconds of a decode step of ``running`` sequences with ``context`` tokens each on average."""
@@ -243,6 +247,8 @@ class Decoder:
         device = (max(reading, multiplying) + cache + logits) / ranks
         if ranks > 1:
             device += self.group.ring(self.size * running * shape.hidden, 2 * shape.layers, rounds=2)
+        if self.adapter and hardware.device == "cuda":
+            device += ADAPTER_LAYER * shape.layers
         host = costs.decode + costs.decode_row * running + (costs.decode_layer * shape.layers if self.eager else 0.0)
         return max(device, host) if hardware.device == "cuda" else device + host
 

@@ -33,6 +33,27 @@ def test_table_has_errors_and_their_medians() -> None:
     assert "| median error | 50% |  | 10% | 0% | 25% |" in text
 
 
+def test_second_order_is_of_layouts_alone() -> None:
+    steps = {"a": (1.0, 1.0), "b": (2.0, 2.0), "two-runs": (3.0, 0.5)}
+    rows = [
+        {"row": name, "shape": "7b", "card": "", "columns": dict.fromkeys((*planning.PHASES, "step"), pair)}
+        for name, pair in steps.items()
+    ]
+    lines = backtest_table(rows).splitlines()
+    assert "3 rows. Of 3 pairs" in lines[-3] and "1 are in the measured order" in lines[-3]
+    assert lines[-1].endswith("Of 1 pairs of steps that differ by more than 5 %, 1 are in the measured order (Kendall tau 1.00).")
+
+
+def test_rows_are_predicted_with_the_defaults_and_costs_of_their_date(tmp_path: Path) -> None:
+    row, now = planning.BY_NAME["quick-grpo"], load_hardware("h200").software
+    found = {}
+    for date in ("2026-11-24", "2026-11-28 04:07", "2026-11-28 14:42"):
+        then, hardware = planning.as_of(date, row, "h200", tmp_path)
+        costs = load_hardware(hardware).software
+        found[date] = (then.overrides != row.overrides, costs.sleep > now.sleep, costs.decode > now.decode)
+    assert [*found.values()] == [(True, True, True), (False, False, True), (False, False, False)]
+
+
 def test_measured_layouts_are_read_and_not_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(planning, "run_tandem", lambda *args: pytest.fail("was measured"))
     records = tmp_path / "records.jsonl"

@@ -48,6 +48,14 @@ def test_step_has_every_phase_and_is_their_sum_on_the_same_gpus() -> None:
     assert "ref: log-probs" in seconds("actor_rollout_ref.model.lora_rank=8", algorithm="grpo"), "the actor without its adapter"
 
 
+def test_an_adapter_that_the_engine_applies_costs_generation() -> None:
+    merged, applied = (
+        seconds("actor_rollout_ref.model.lora_rank=8", f"actor_rollout_ref.rollout.lora_sync={sync}", algorithm="grpo")["answers"]
+        for sync in ("merged", "adapter")
+    )
+    assert applied > 1.2 * merged
+
+
 def test_roles_in_pools_of_their_own_work_at_the_same_time() -> None:
     phases, step = planned("placement=split", "trainer.nnodes=4")
     assert step < sum(phase.seconds for phase in phases.values())

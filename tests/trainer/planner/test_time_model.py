@@ -9,6 +9,7 @@ from scripts.bench.shapes import SHAPES
 from trainer.planner.hardware import load_hardware
 from trainer.planner.memory_model import Shape
 from trainer.planner.time_model import (
+    ADAPTER_LAYER,
     COMPILED_BATCH,
     Communicator,
     Decoder,
@@ -135,6 +136,8 @@ def test_decode_step_reads_weights_once_and_each_cache() -> None:
     cache = 256 * 1000 * 2 * SHAPE.keys * SHAPE.layers * 2 / (H200.bandwidth * H200.reading)
     assert decoder.step(256, 3000) - decoder.step(256, 2000) == pytest.approx(cache)
     assert replace(decoder, eager=True).step(1, 0) > decoder.step(1, 0)
+    applying = replace(decoder, adapter=True)
+    assert applying.step(256, 3000) - decoder.step(256, 3000) == pytest.approx(ADAPTER_LAYER * SHAPE.layers)
     half = replace(decoder, group=Communicator(2, False, replace(H200, latency=0.0)))
     assert half.step(64, 8000) < decoder.step(64, 8000)
 
