@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from configs.load import untyped
 from configs.schema.ppo import DataConfig, PromptConfig
-from trainer.data.encoding import Encoded, Messages, SizeCache, encode, encode_all, sizes_of, truncate
+from trainer.data.encoding import RENDERING, Encoded, Messages, SizeCache, encode, encode_all, sizes_of, truncate
 from trainer.data.files import Rows, value_of
 from trainer.data.order import DataOrder, draw
 from trainer.data.processes import MANY
@@ -88,7 +88,7 @@ class PromptDataset:
         if isinstance(self._rows, Rows) and len(uids) >= MANY:
             # The largest token id is that of the truncated prompt.
             cut = None if config.truncation == "error" else [config.truncation, config.max_prompt_length]
-            cache = SizeCache(files, uids, tokenizer, [config.prompt_key, config.apply_chat_template_kwargs, cut])
+            cache = SizeCache(files, uids, tokenizer, [RENDERING, config.prompt_key, config.apply_chat_template_kwargs, cut])
         sizes, encoded = None if cache is None else cache.read(), list[Encoded]()
         self.is_lazy = sizes is not None
         if sizes is None:

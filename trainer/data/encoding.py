@@ -31,6 +31,7 @@ Messages = str | list[Message]
 """Plain text, used verbatim, or messages {role, content} for the chat template."""
 Encoded = tuple[str, np.ndarray]
 """Rendered prompt and its token ids, int32 (n,)."""
+RENDERING = 2  # part of a cache's name: it grows when prompts are rendered otherwise than before
 Truncation = Literal["error", "left", "right", "middle"]
 
 
@@ -66,12 +67,31 @@ def render(tokenizer: PreTrainedTokenizerBase, prompt: Messages, template_kwargs
 def encode(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Messages], template_kwargs: dict[str, Any]) -> list[Encoded]:
     """Text and token ids of each prompt."""
     # A chat template writes its special tokens itself, and adding them again would double BOS; plain text gets the tokenizer's.
-    texts = [render(tokenizer, prompt, template_kwargs) for prompt in prompts]
+    texts = [_rendered(tokenizer, prompt, template_kwargs) for prompt in prompts]
     ids: dict[int, np.ndarray] = {}
     for plain in (False, True):
         where = [i for i, prompt in enumerate(prompts) if isinstance(prompt, str) == plain]
         ids |= zip(where, token_ids(tokenizer, [texts[i] for i in where], special=plain), strict=True)
     return [(text, ids[i]) for i, text in enumerate(texts)]
+
+
+def _rendered(tokenizer: PreTrainedTokenizerBase, prompt: Messages, template_kwargs: dict[str, Any]) -> str:
+    """``render``, of messages with calls as conversations are rendered (Seams.render_calls)."""
+    # What has other fields: calls, results, names; in a parquet file all messages have all of them, most of them null.
+    if isinstance(prompt, str) or all(message.keys() <= {"role", "content"} for message in prompt):
+        return render(tokenizer, prompt, template_kwargs)
+    return render_calls(tokenizer, parsed(prompt), template_kwargs)
+
+
+def render_calls(tokenizer: PreTrainedTokenizerBase, messages: list[Message], template_kwargs: dict[str, Any]) -> str:
+    """``render`` of parsed messages, also by a template that wants the arguments of calls as text."""
+    try:
+        return render(tokenizer, messages, template_kwargs)
+    except Refused:
+        as_text = [with_text_arguments(message) for message in messages]
+        if as_text == messages:
+            raise
+        return render(tokenizer, as_text, template_kwargs)
 
 
 def encode_all(

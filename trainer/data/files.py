@@ -33,7 +33,7 @@ class Rows:
         if not files:
             raise ValueError("no data file is given")
         self._names = [str(name) for name in files]
-        self._tables = [_read(name, required, optional) for name in self._names]
+        self._tables: list[pa.Table | _Lines] = [_read(name, required, optional) for name in self._names]
         self._ends = list(accumulate(len(table) for table in self._tables))
 
     def __len__(self) -> int:
@@ -45,8 +45,9 @@ class Rows:
 
     def __getitem__(self, row: int) -> dict[str, Any]:
         file, place = self._locate(row)
+        table = self._tables[file]
         # A slice is a view: only this row becomes Python objects.
-        return self._tables[file].slice(place, 1).to_pylist()[0]
+        return table[place] if isinstance(table, _Lines) else table.slice(place, 1).to_pylist()[0]
 
     def where(self, row: int) -> str:
         """Location of a row for messages: "FILE, row N", with N counted from 0 within the file."""
@@ -57,6 +58,51 @@ class Rows:
         # bisect_right: the end of a file is the first row of the next one.
         file = bisect_right(self._ends, row)
         return file, row - (self._ends[file - 1] if file else 0)
+
+
+Fields = dict[str, "Fields | str"]
+"""Names of columns, or of the fields of a struct: those of its fields, or the name of a type."""
+
+
+class _Lines:
+    """Rows of a JSON-lines file, decoded when they are read. Raises ValueError for a line that is no object.
+
+    Not an Arrow table: there a column has one type, so 18 becomes 18.0 in a file that also has 0.5, every struct gets the fields
+    of all others, and rows with text and numbers in a column are refused.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.fields: Fields = {}
+        self._rows: list[str] = []
+        for line, row in _objects(path):
+            self._rows.append(line)
+            _add_fields(self.fields, row)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, place: int) -> dict[str, Any]:
+        """The row, with None for columns that only other rows have."""
+        return dict.fromkeys(self.fields) | json.loads(self._rows[place])
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return map(self.__getitem__, range(len(self)))
+
+
+def _add_fields(fields: Fields, row: Mapping[str, Any]) -> None:
+    for name, value in row.items():
+        if isinstance(value, dict):
+            known = fields.get(name)
+            below = fields[name] = known if isinstance(known, dict) else {}
+            _add_fields(below, value)
+        elif value is not None:
+            fields.setdefault(name, type(value).__name__)
+        else:
+            fields.setdefault(name, "null")
+
+
+def _fields_of(schema: pa.Schema | pa.StructType) -> Fields:
+    return {field.name: _fields_of(field.type) if pa.types.is_struct(field.type) else str(field.type) for field in schema}
 
 
 def check_file(name: str, required: Sequence[str], set_by: str = "") -> int | None:
@@ -70,16 +116,17 @@ def check_file(name: str, required: Sequence[str], set_by: str = "") -> int | No
     try:
         if path.suffix == ".parquet":
             about = pq.read_metadata(path)
-            schema, n_rows = about.schema.to_arrow_schema(), about.num_rows
+            fields, n_rows = _fields_of(about.schema.to_arrow_schema()), about.num_rows
             empty = n_rows == 0
         else:
-            first = next(_objects(path), None)
-            schema, empty = pa.Table.from_pylist([] if first is None else [first]).schema, first is None
+            fields, first = {}, next(_objects(path), None)
+            empty = first is None
+            _add_fields(fields, first[1] if first is not None else {})
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         raise _unreadable(name, error) from error
     if empty:
         raise ValueError(f"{name}: has no rows; name another file")
-    _check_columns(name, schema, required, set_by)
+    _check_columns(name, fields, required, set_by)
     return n_rows
 
 
@@ -88,15 +135,15 @@ def first_value(name: str, column: str) -> Any:
     path = Path(name).expanduser()
     if path.suffix == ".parquet":
         return value_of(next(pq.ParquetFile(path).iter_batches(1, columns=[column])).to_pylist()[0], column)
-    return value_of(next(_objects(path)), column)
+    return value_of(next(_objects(path))[1], column)
 
 
 def value_of(row: Mapping[str, Any], column: str) -> Any:
-    """Value of a column or ``column.field`` of a row; None if the struct is null or has no such field."""
+    """Value of a column or ``column.field`` of a row; None if the struct is null, is no struct, or has no such field."""
     name, *fields = column.split(".")
     value = row[name]
     for field in fields:
-        value = None if value is None else value.get(field)
+        value = value.get(field) if isinstance(value, Mapping) else None
     return value
 
 
@@ -105,18 +152,18 @@ def values_of(name: str, column: str) -> list[Any]:
     return pq.read_table(Path(name).expanduser(), columns=[column])[column].unique().to_pylist()
 
 
-def _read(name: str, required: Sequence[str], optional: Sequence[str]) -> pa.Table:
+def _read(name: str, required: Sequence[str], optional: Sequence[str]) -> pa.Table | _Lines:
     path = _existing(name)
     try:
         if path.suffix == ".parquet":
             schema = pq.read_schema(path)
-            _check_columns(name, schema, required)
+            _check_columns(name, _fields_of(schema), required)
             wanted = {column.partition(".")[0] for column in required} | set(optional)
             table = pq.read_table(path, columns=[column for column in schema.names if column in wanted])
         else:
-            table = pa.Table.from_pylist(read_lines(path))
+            table = _Lines(path)
             if len(table):  # an empty file has no columns; its error below is the clearer one
-                _check_columns(name, table.schema, required)
+                _check_columns(name, table.fields, required)
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         raise _unreadable(name, error) from error
     if not len(table):
@@ -124,8 +171,10 @@ def _read(name: str, required: Sequence[str], optional: Sequence[str]) -> pa.Tab
     return table
 
 
-def _values(table: pa.Table, name: str) -> list[Any]:
+def _values(table: pa.Table | _Lines, name: str) -> list[Any]:
     column, *fields = name.split(".")
+    if isinstance(table, _Lines):
+        return [value_of(row, name) for row in table] if column in table.fields else [None] * len(table)
     if column not in table.column_names:
         return [None] * len(table)
     return (pc.struct_field(table[column], fields) if fields else table[column]).to_pylist()
@@ -151,10 +200,11 @@ def _unreadable(name: str, error: Exception) -> ValueError:
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
     """Objects of a JSON-lines file. Raises ValueError with the line number for anything else."""
-    return list(_objects(path))
+    return [row for _, row in _objects(path)]
 
 
-def _objects(path: Path) -> Iterator[dict[str, Any]]:
+def _objects(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Lines with their objects."""
     # Line by line, so that the first row can be read without the others.
     with path.open(encoding="utf-8") as lines:
         for number, line in enumerate(lines, 1):
@@ -166,19 +216,18 @@ def _objects(path: Path) -> Iterator[dict[str, Any]]:
                 raise ValueError(f"{path}, line {number}: not JSON ({error.msg}); expected one object per line") from error
             if not isinstance(row, dict):
                 raise ValueError(f"{path}, line {number}: a {type(row).__name__}; expected one object per line")
-            yield row
+            yield line, row
 
 
-def _check_columns(name: str, schema: pa.Schema, required: Sequence[str], set_by: str = "") -> None:
+def _check_columns(name: str, fields: Fields, required: Sequence[str], set_by: str = "") -> None:
     advice = f"; set {set_by}" if set_by else ""
     for wanted in required:
         column, *path = wanted.split(".")
-        if column not in schema.names:
-            raise ValueError(f"{name}: no column {column!r}; it has {', '.join(schema.names)}{advice}")
-        kind = schema.field(column).type
+        if column not in fields:
+            raise ValueError(f"{name}: no column {column!r}; it has {', '.join(fields)}{advice}")
+        kind = fields[column]
         for field in path:
-            fields = [kind.field(i).name for i in range(kind.num_fields)] if pa.types.is_struct(kind) else []
-            if field not in fields:
-                there = ", ".join(fields) or f"none ({kind})"
+            if isinstance(kind, str) or field not in kind:
+                there = f"none ({kind})" if isinstance(kind, str) else ", ".join(kind)
                 raise ValueError(f"{name}: column {column!r} has no field {field!r}; it has {there}{advice}")
-            column, kind = f"{column}.{field}", kind.field(field).type
+            column, kind = f"{column}.{field}", kind[field]

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from trainer.data.encoding import Refused, render, token_ids, with_text_arguments
+from trainer.data.encoding import render, render_calls, token_ids
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -56,18 +56,15 @@ class Seams:
 
     def render(self, messages: list[dict[str, Any]], tools: list[Any] | None = None, *, prompt: bool) -> str:
         """Render messages with the chat template. prompt: up to the start of the assistant's next turn. Raises as ``render``."""
-        more = {"add_generation_prompt": prompt} | ({} if tools is None else {"tools": tools})
-        return render(self.tokenizer, messages, self.template_kwargs | more)
+        return render(self.tokenizer, messages, self._arguments(tools, prompt=prompt))
 
     def render_calls(self, messages: list[dict[str, Any]], tools: list[Any] | None, *, prompt: bool) -> str:
         """``render`` of parsed messages, also by a template that wants the arguments of calls as text."""
-        try:
-            return self.render(messages, tools, prompt=prompt)
-        except Refused:
-            as_text = [with_text_arguments(message) for message in messages]
-            if as_text == messages:
-                raise
-            return self.render(as_text, tools, prompt=prompt)
+        return render_calls(self.tokenizer, messages, self._arguments(tools, prompt=prompt))
+
+    def _arguments(self, tools: list[Any] | None, *, prompt: bool) -> dict[str, Any]:
+        more = {"add_generation_prompt": prompt} | ({} if tools is None else {"tools": tools})
+        return self.template_kwargs | more
 
     def up_to_stop(self, prompt: str, conversation: str, stop: int) -> str | Break:
         """The part of ``conversation`` up to the stop token of its last turn.

@@ -58,9 +58,11 @@ class SFTDataset:
         self.divided = not encoder.is_marked and any(sum(turns.n_turns for turns in parts) > 1 for parts in encoded)
         # Token ids and response mask of each row, by unit.
         self._units: list[list[tuple[np.ndarray, np.ndarray]]] = []
+        self.whole: list[bool] = []
+        """For each unit, whether truncation has left all its trained tokens."""
         n_truncated = 0
         for row in self._rows:
-            unit = []
+            unit, n_lost = [], 0
             for turns in encoded[row]:
                 ids, mask = turns.ids, turns.trained
                 if mask[0]:
@@ -71,12 +73,14 @@ class SFTDataset:
                             f"{rows.where(row)}: {len(ids)} tokens with EOS, {keys}max_length is {max_length}: raise it, or set "
                             f"{keys}truncation=left or right"
                         )
-                    n_truncated += 1
+                    n_truncated, before = n_truncated + 1, mask.sum()
                     ids, mask = truncate(ids, max_length, truncation), truncate(mask, max_length, truncation)
                     # Truncation from the left can put a trained token first, and nothing predicts the first token of a row.
                     mask[0] = False
+                    n_lost += before - mask.sum()
                 unit.append((ids, mask))
             self._units.append(unit)
+            self.whole.append(n_lost == 0)
         masks = [mask for unit in self._units for _, mask in unit]
         untrained = sum(not mask.any() for mask in masks)
         self.notices = (

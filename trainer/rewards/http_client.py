@@ -63,13 +63,21 @@ def post(url: str, body: bytes, *, token: str | None, timeout: float, timeout_ke
         with opener.open(urllib.request.Request(url, body, headers), timeout=timeout) as response:
             return json.loads(_read(response, deadline, timeout_key))
     except urllib.error.HTTPError as error:
-        reason = " ".join(error.read(200).decode(errors="replace").split())
         kind = TransientError if error.code in _TRANSIENT else RequestRefused
-        raise kind(hidden(f"HTTP {error.code} from {url}: {reason}")) from error
+        raise kind(hidden(f"HTTP {error.code} from {url}: {_reason(error)}")) from error
     except (OSError, http.client.HTTPException, ValueError) as error:  # no connection, a timeout, an invalid reply
         # Only a timeout of the reply counts as late; one of the connection is a URLError and says nothing about the response.
         late = isinstance(error, TimeoutError)
         raise TransientError(hidden(f"{url}: {type(error).__name__}: {error}"), late=late) from error
+
+
+def _reason(error: urllib.error.HTTPError) -> str:
+    """Beginning of the body of an error; a body that is cut off or does not come is no error of its own."""
+    try:
+        text = error.read(200)
+    except (OSError, http.client.HTTPException) as cut:
+        return f"{type(cut).__name__} while its body was read"
+    return " ".join(text.decode(errors="replace").split())
 
 
 def connection_problem(url: str, timeout: float) -> str | None:

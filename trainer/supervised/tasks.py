@@ -110,8 +110,9 @@ class SFTTask(Task):
         return batch.with_tokens(loss_weight=weights)
 
     def validate(self, model: RemoteModel, step: int) -> dict[str, float]:
-        """val/loss: mean cross-entropy per response token over all held-out rows. val/probability: mean over the units of the
-        probability that the model samples exactly the given response (all turns of it).
+        """val/loss: mean cross-entropy per response token over all held-out rows. val/probability: mean of the probability that
+        the model samples exactly the given response (all turns of it), over the units whose response is not truncated; NaN if
+        all are.
         """
         assert self._held_out is not None
         batch = self._held_out.batch(range(len(self._held_out))).with_meta({"temperature": 1.0})
@@ -120,7 +121,7 @@ class SFTTask(Task):
         probabilities = sum_by(log_probs, unit[batch.segment_ids()], len(size)).exp()
         return {
             "val/loss": float(-log_probs.sum() / batch.tokens["response_mask"].sum()),
-            "val/probability": float(probabilities.mean()),
+            "val/probability": float(probabilities[torch.tensor(self._held_out.whole)].mean()),
         }
 
     def is_done(self, metrics: Mapping[str, float]) -> bool:

@@ -370,6 +370,33 @@ class Careless(BaseInteraction):
         self.log.append(instance_id)
 
 
+class Saying(BaseInteraction):
+    """A user that says what it is given."""
+
+    def __init__(self, score: Any) -> None:
+        super().__init__({})
+        self.score = score
+
+    async def generate_response(self, instance_id: str, messages: list[dict[str, Any]], **kwargs: Any) -> Any:
+        return False, "no \ud83d", self.score, {}
+
+
+@pytest.mark.parametrize("score", [None, 0.5, float("nan"), "high"])
+def test_a_users_reply_is_text_that_a_tokenizer_takes_and_its_score_a_finite_number(score: Any) -> None:
+    async def main() -> UserReply:
+        loop = SessionLoop()
+        async with InteractionSession(Saying(score), loop, session="s", kwargs={}, seconds=60.0) as session:
+            reply = await session.reply([{"role": "assistant", "content": "x"}])
+        loop.close()
+        return reply
+
+    reply = asyncio.run(main())
+    if score in (None, 0.5):
+        assert reply == UserReply(False, "no ?", score, None)
+    else:
+        assert reply.done and reply.error is not None and reply.error.endswith(f"the score is {score!r}, not a finite number")
+
+
 def test_an_interaction_takes_rows_with_any_names_and_messages_of_its_own() -> None:
     careless, row, messages = Careless(), {"seconds": 5, "function": "f", "work": 1}, [{"role": "assistant", "content": "x"}]
 

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.trainer.data.tokenizers import byte_tokenizer
-from trainer.data.encoding import encode, render, token_ids, truncate
+from trainer.data.encoding import encode, parsed, render, token_ids, truncate
+from trainer.data.seam import Seams
 
 CHAT = [{"role": "system", "content": "S"}, {"role": "user", "content": "U"}]
 
@@ -65,3 +66,24 @@ def test_module_loads_no_torch() -> None:
         "import sys, trainer.data.encoding, trainer.data.turns; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
+CALLING = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content or '' }}"
+    "{% if 'tool_calls' in m %}{% for call in m.tool_calls %}[{{ call.function.arguments | tojson }}]{% endfor %}{% endif %}"
+    "{% endfor %}<a>"
+)
+
+
+def test_prompts_with_calls_are_rendered_as_conversations_are() -> None:
+    """Arguments are values, and fields that are null, as a parquet file has them, are not there."""
+    call = {"function": {"name": "add", "arguments": '{"a": 1}'}}
+    plain = {"role": "user", "content": "U", "tool_calls": None, "tool_call_id": None}
+    messages = [plain, {"role": "assistant", "content": None, "tool_calls": [call], "tool_call_id": None}]
+    tokenizer = byte_tokenizer(chat_template=CALLING)
+    (text, ids), (alone, _) = encode(tokenizer, [messages, [plain]], {})
+    assert text == '<user>U<assistant>[{"a": 1}]<a>' and alone == "<user>U<a>"
+    assert text == Seams(tokenizer, {}).render_calls(parsed(messages), None, prompt=True)
+    assert tokenizer.decode(ids) == text
+    wants_text = byte_tokenizer(chat_template=CALLING.replace("arguments | tojson", "arguments + '!'"))
+    assert encode(wants_text, [messages], {})[0][0] == '<user>U<assistant>[{"a": 1}!]<a>'

@@ -96,5 +96,29 @@ def test_errors_of_files_that_cannot_be_read(tmp_path: Path) -> None:
     assert "cannot be read" in error_of([jsonl(tmp_path / "broken.parquet", "PAR1 no more")], ["a"])
     assert "line 2: not JSON" in error_of([jsonl(tmp_path / "broken.jsonl", '{"a": 1}\n{"a": \n')], ["a"])
     assert "line 1: a list" in error_of([jsonl(tmp_path / "list.json", '[{"a": 1}]')], ["a"])
-    assert "cannot be read" in error_of([jsonl(tmp_path / "mixed.jsonl", '{"a": 1}\n{"a": "x"}\n')], ["a"])
     assert "not a .parquet" in error_of([jsonl(tmp_path / "data.csv", "a\n1\n")], ["a"])
+
+
+def test_rows_of_a_json_file_are_as_they_are_written(tmp_path: Path) -> None:
+    """In a table all rows of a column would have one type, and columns and fields those of the first row or of all."""
+    written = [
+        {"a": "x", "truth": {"value": 18}},
+        {"a": 2, "truth": {"value": 0.5, "more": [1, "b"]}, "extra": {"q": 1}, "name": "loop"},
+        {"a": None, "truth": "text"},
+    ]
+    rows = Rows([jsonl(tmp_path / "rows.jsonl", "\n\n".join(map(json.dumps, written)))], ["a", "truth.value"], ["extra"])
+    assert [rows[i] for i in range(3)] == [{"extra": None, "name": None} | row for row in written]
+    assert [*map(repr, rows.column("truth.value"))] == ["18", "0.5", "None"] and rows.column("truth.more") == [
+        None,
+        [1, "b"],
+        None,
+    ]
+    assert rows.column("name") == [None, "loop", None] and rows.column("other") == [None] * 3
+
+
+def test_errors_name_the_fields_of_all_rows_of_a_json_file(tmp_path: Path) -> None:
+    file = jsonl(tmp_path / "rows.jsonl", '{"a": null, "b": {"c": 1}}\n{"a": 1, "b": {"d": {"e": 1}}}\n')
+    assert error_of([file], ["x"]) == f"{file}: no column 'x'; it has a, b"
+    assert error_of([file], ["b.x"]) == f"{file}: column 'b' has no field 'x'; it has c, d"
+    assert error_of([file], ["b.c.x"]) == f"{file}: column 'b.c' has no field 'x'; it has none (int)"
+    assert len(Rows([file], ["b.d.e"])) == 2

@@ -78,11 +78,12 @@ def test_too_long_row_is_an_error_or_truncated(make: Any) -> None:
     assert "0 of them keep no token" in right.notices[0]
     assert trained(make(*pairs, max_length=18, truncation="left"), 0) == ("er>12345<a>abcdef<eos>", "abcdef<eos>")
     assert "1 of them keep no token" in make(*pairs, max_length=14, truncation="right").notices[0]
+    assert right.whole == [False, True] and make(*pairs, max_length=18, truncation="left").whole == [True, True]
 
 
 def test_the_first_token_is_never_trained(make: Any) -> None:
     data = make(("12345", "abcdef"), max_length=5, truncation="left")
-    assert trained(data, 0) == ("cdef<eos>", "def<eos>")
+    assert trained(data, 0) == ("cdef<eos>", "def<eos>") and data.whole == [False]
 
 
 def test_tokenizer_without_eos_raises(tmp_path: Path) -> None:

@@ -1,4 +1,6 @@
+import socket
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -44,6 +46,27 @@ def test_error_messages_contain_no_secret(monkeypatch: pytest.MonkeyPatch) -> No
         post(f"http://127.0.0.1:{server.server_port}/x", b"[1]", token="long-secret-1", timeout=5.0, timeout_key="t")
     assert str(error.value).endswith("/x: not with ***") and "\n" not in str(error.value)
     assert server.asked[0][1] == "Bearer long-secret-1"
+
+
+@pytest.mark.parametrize(("status", "kind"), [(503, TransientError), (403, RequestRefused)])
+def test_an_error_whose_body_does_not_come_is_that_error(status: int, kind: type[Exception]) -> None:
+    """As of a proxy that replies before it has read the request."""
+    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as pool:
+
+        def reply() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                asked = b""
+                while not asked.endswith(b"[1]"):
+                    asked += connection.recv(1 << 16)
+                connection.sendall(f"HTTP/1.1 {status} x\r\nContent-Length: 500\r\n\r\nbusy".encode())
+                connection.recv(1)  # until the client gives up
+
+        served = pool.submit(reply)
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}/x"
+        with pytest.raises(kind, match=rf"HTTP {status} from {url}: TimeoutError while its body was read"):
+            post(url, b"[1]", token=None, timeout=0.3, timeout_key="t")
+        served.result()
 
 
 def test_pauses_double(monkeypatch: pytest.MonkeyPatch) -> None:

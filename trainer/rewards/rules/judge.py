@@ -37,7 +37,7 @@ def score(answer: str, ground_truth: Any, extra_info: dict[str, Any], config: Ju
 def prompt(template: str, answer: str, ground_truth: Any, extra_info: dict[str, Any]) -> str:
     """Fill {question}, {answer} and {ground_truth} into the template."""
     # In one pass: a response that contains «{ground_truth}» must not be expanded.
-    if "{question}" in template and "question" not in extra_info:
+    if "{question}" in template and extra_info.get("question") is None:
         raise ValueError("reward.judge.prompt has {question}, but the row's extra_info has no question: add it to the data")
     fields = {"question": extra_info.get("question"), "answer": answer, "ground_truth": ground_truth}
     return _FIELD.sub(lambda match: str(fields[match[1]]), template)

@@ -14,21 +14,27 @@ Scorer = Callable[[str, Any, dict[str, Any], ScoringConfig], float | dict[str, A
 """(solution_str, ground_truth, extra_info, config) -> score, or a dict with "score"."""
 
 
+def _text(ground_truth: Any) -> str:
+    if ground_truth is None:
+        raise ValueError("the row has no ground truth: reward_model.ground_truth is null")
+    return str(ground_truth)
+
+
 def _gsm8k(solution_str: str, ground_truth: Any, extra_info: dict[str, Any], config: ScoringConfig) -> float:
-    return gsm8k.score(solution_str, str(ground_truth), config.gsm8k.method)
+    return gsm8k.score(solution_str, _text(ground_truth), config.gsm8k.method)
 
 
 def _math(solution_str: str, ground_truth: Any, extra_info: dict[str, Any], config: ScoringConfig) -> float:
-    return math.score(solution_str, str(ground_truth))
+    return math.score(solution_str, _text(ground_truth))
 
 
 def _math_dapo(solution_str: str, ground_truth: Any, extra_info: dict[str, Any], config: ScoringConfig) -> dict[str, Any]:
-    return math_dapo.score(solution_str, str(ground_truth), strict_box_verify=config.math_dapo.strict_box_verify)
+    return math_dapo.score(solution_str, _text(ground_truth), strict_box_verify=config.math_dapo.strict_box_verify)
 
 
 def _exact_match(solution_str: str, ground_truth: Any, extra_info: dict[str, Any], config: ScoringConfig) -> float:
     """1 if the response equals the ground truth and was ended by the model; 0 otherwise, also if it was truncated."""
-    return float(extra_info["finished"] and solution_str == str(ground_truth))
+    return float(extra_info["finished"] and solution_str == _text(ground_truth))
 
 
 def _tool_answer(solution_str: str, ground_truth: Any, extra_info: dict[str, Any], config: ScoringConfig) -> float:

@@ -63,6 +63,8 @@ def test_a_request_is_a_chat_completion(judge: Judge, monkeypatch: pytest.Monkey
 def test_filled_in_text_is_not_expanded_again() -> None:
     assert prompt("{answer}|{ground_truth}|{other}|{}", "{ground_truth}", "2", {}) == "{ground_truth}|2|{other}|{}"
     with pytest.raises(ValueError, match="the row's extra_info has no question"):
+        prompt("{question}", "a", "2", {"question": None})  # as of a parquet file in which other rows have one
+    with pytest.raises(ValueError, match="the row's extra_info has no question"):
         prompt("{question}", "", "", {})
 
 

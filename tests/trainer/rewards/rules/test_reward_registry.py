@@ -24,6 +24,13 @@ def test_exact_match_requires_equal_text_and_a_finished_response() -> None:
     assert exact_match("012359 ", finished=True) == 0.0
 
 
+@pytest.mark.parametrize("source", ["openai/gsm8k", "lighteval/MATH", "math_dapo", "exact_match", "calculator"])
+def test_a_row_without_a_ground_truth_has_no_score(source: str) -> None:
+    """Compared as text, the response None would be right."""
+    with pytest.raises(ValueError, match=r"the row has no ground truth: reward_model\.ground_truth is null"):
+        compute_score(source, r"None #### None \boxed{None}", None, {"finished": True}, reward_config())
+
+
 @pytest.mark.parametrize(
     ("source", "answer", "truth", "finished", "expected"),
     [
