@@ -36,7 +36,7 @@ from trainer.resilience.restart import Figures, RunLifecycle, run_with_restarts
 from trainer.resilience.skipped_updates import SkippedUpdates
 from trainer.run.events import Events
 from trainer.run.logger import Logger
-from trainer.run.run_dir import owner_only
+from trainer.run.run_dir import checkpoint_dir, owner_only
 from trainer.run.timing import Phases
 from trainer.tracking.tracker import Tracker
 from workers.controller.group import WorkerGroup
@@ -257,6 +257,7 @@ def open_tracker(
         shown_samples=shown_samples,
         rollout_dir=Path(rollout_dir) if rollout_dir is not None else None,
         restarted=lifecycle.restarted,
+        own=resume is not None and resume.path.resolve() == checkpoint_dir(lifecycle.run_dir, resume.step).resolve(),
         more=[GrowingReport(lifecycle.run_dir), *lifecycle.loggers],
         phases=phases,
     )

@@ -116,7 +116,7 @@ class Batch:
         return Batch(
             lengths=lengths[order],
             tokens=_in_order(tokens, [part.lengths for part in parts], order),
-            rows={name: column.index_select(0, order) for name, column in rows.items()},
+            rows={name: column.index_select(0, order.to(column.device)) for name, column in rows.items()},
             objects={name: [column[i] for i in order.tolist()] for name, column in objects.items()},
             meta=dict(first.meta),
         )
@@ -179,7 +179,7 @@ def _in_order(columns: Mapping[str, Sequence[Tensor]], lengths: Sequence[Tensor]
         where = torch.arange(total) + repeat_rows(starts - (ends - chosen), chosen)
         for name in rest:
             whole = columns[name][0] if len(lengths) == 1 else torch.cat(list(columns[name]))
-            found[name] = whole.index_select(0, where)
+            found[name] = whole.index_select(0, where.to(whole.device))  # lengths of a micro-batch on a GPU are on the CPU
     return {name: found[name] for name in columns}
 
 

@@ -1,7 +1,10 @@
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.overrides import TorchFunctionMode
 
 import workers.batch
 from workers.batch import Batch, counts_in
@@ -35,6 +38,22 @@ def as_lists(batch: Batch) -> list[tuple]:
             strict=True,
         )
     ]
+
+
+def test_select_from_a_micro_batch_on_a_gpu() -> None:
+    """Whose lengths are on the CPU; PPO-ptx selects its responses. The device meta stands for it."""
+    devices: list[set[torch.device]] = []
+
+    class Indexed(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is torch.Tensor.index_select:
+                devices.append({args[0].device, args[2].device})
+            return func(*args, **(kwargs or {}))
+
+    column, row = torch.zeros(5, device="meta"), torch.zeros(2, device="meta")
+    with Indexed():
+        selected = Batch(torch.tensor([3, 2]), {"log_probs": column}, {"group": row}).select(torch.tensor([1]))
+    assert selected.lengths.tolist() == [2] and devices == [{torch.device("meta")}] * 2
 
 
 @given(lengths, st.data())

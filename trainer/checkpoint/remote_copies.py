@@ -10,6 +10,7 @@ import hashlib
 import json
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 from fsspec.core import url_to_fs
@@ -21,6 +22,10 @@ from trainer.run.run_dir import LATEST, REMOTE, fsync_directory, fsync_tree, red
 
 def is_url(place: str) -> bool:
     return "://" in place
+
+
+class Abandoned(Exception):
+    """A copy ended before it was complete, since its run has failed."""
 
 
 class RemoteCopies:
@@ -42,8 +47,11 @@ class RemoteCopies:
         manifest = f"{self.root}/{checkpoint.path.name}/{MANIFEST}"
         return bool(self.fs.exists(manifest)) and self.fs.cat_file(manifest) == (checkpoint.path / MANIFEST).read_bytes()
 
-    def put(self, checkpoint: Checkpoint) -> None:
-        """Copy all files of ``checkpoint``. Raises what the fsspec implementation raises."""
+    def put(self, checkpoint: Checkpoint, abandoned: Callable[[], bool] = lambda: False) -> None:
+        """Copy all files of ``checkpoint``. Raises what the fsspec implementation raises.
+
+        abandoned: asked before each file; if it is true, Abandoned is raised and the copy remains incomplete.
+        """
         run_dir = checkpoint.path.parent
         # Record the copy as this run's before the first file: drop_old can then remove it even if the copy is interrupted.
         _record(run_dir, self._written(run_dir) | {str(checkpoint.step): _hash((checkpoint.path / MANIFEST).read_bytes())}, self)
@@ -53,8 +61,20 @@ class RemoteCopies:
         if self.fs.exists(f"{target}/{MANIFEST}"):
             self.fs.rm_file(f"{target}/{MANIFEST}")
         for name in (*checkpoint.manifest.files, MANIFEST):
+            if abandoned():
+                raise Abandoned(f"the copy of step {checkpoint.step} was abandoned")
             self.fs.makedirs(f"{target}/{name}".rpartition("/")[0], exist_ok=True)
             self.fs.put_file(str(checkpoint.path / name), f"{target}/{name}")
+
+    def withdraw_after(self, run_dir: Path, step: int) -> None:
+        """Withdraw the copies after ``step`` that the run in ``run_dir`` wrote: a rollback has abandoned these steps.
+
+        Their manifests are renamed, so that no machine resumes from them. Raises what the fsspec implementation raises.
+        """
+        for later, written in self._written(run_dir).items():
+            manifest = f"{self.root}/global_step_{later}/{MANIFEST}"
+            if int(later) > step and self.fs.exists(manifest) and _hash(self.fs.cat_file(manifest)) == written:
+                self.fs.mv(manifest, f"{manifest}.abandoned")
 
     def drop_old(self, run_dir: Path, keep: int, *, newest: int, spare: int | None) -> None:
         """Remove old copies that the run in ``run_dir`` wrote. Raises what the fsspec implementation raises.

@@ -24,12 +24,13 @@ import math
 import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from threading import Event
 from types import TracebackType
 from typing import Any
 
@@ -119,6 +120,7 @@ class Saver:
         self._pending: Pending | None = None
         self.copies_kept = options.max_remote_ckpt_to_keep
         self._copying: tuple[int, Future[Exception | None]] | None = None
+        self._abandoned = Event()  # set when no more files are to be copied
         self._unmeasured = False
         self._longest = 0.0
         self._figures: dict[str, float] = {}
@@ -222,15 +224,30 @@ class Saver:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         """Complete the pending save after a normal end, or after CheckFailed: a run that an alarm stops keeps what it saved.
 
-        After any other exception the workers may be gone: the save is completed only if they had written all files.
+        After any other exception the workers may be gone: the save is completed only if they had written all files. A remote copy
+        ends after the file that is being copied: a restart writes copies of its own, and this one would remove them as older.
         """
         if kind is None:
             self.finish()
         elif issubclass(kind, CheckFailed):
             self.finish_pending()
-        elif self._pending is not None:
-            with suppress(OSError):  # must not replace the exception of the run; the next start tries again
-                complete_interrupted(self.run_dir)
+        else:
+            if self._pending is not None:
+                with suppress(OSError):  # must not replace the exception of the run; the next start tries again
+                    complete_interrupted(self.run_dir)
+            self._abandoned.set()
+            if self._copying is not None:
+                wait([self._copying[1]])
+
+    def go_back(self, step: int) -> None:
+        """Withdraw remote copies after ``step``, to which the run was rolled back. A failure is reported as an event."""
+        if self.copies is None:
+            return
+        try:
+            self.copies.withdraw_after(self.run_dir, step)
+        except Exception as error:  # each fsspec implementation has exception types of its own
+            where = f"copies after step {step} in {self.copies.name} are still there"
+            self.events.add(step, "checkpoint", f"{where}, though the run was rolled back: {type(error).__name__}: {error}")
 
     def finish(self) -> None:
         """Complete the last save and print its figures. Raises NotSaved if it, or its remote copy, failed."""
@@ -311,7 +328,7 @@ class Saver:
 
         Returns the exception that prevented the removal, if any; raises the one that prevented the copy.
         """
-        copies.put(checkpoint)
+        copies.put(checkpoint, self._abandoned.is_set)
         if self.copies_kept is not None:
             try:
                 copies.drop_old(self.run_dir, self.copies_kept, newest=checkpoint.step, spare=best)

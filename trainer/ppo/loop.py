@@ -100,7 +100,7 @@ class Loop:
             self.after(step, batch)
 
     def begin(self) -> None:
-        """Restore the checkpoint, or validate the initial model."""
+        """Restore the checkpoint, or validate the initial model; with trainer.val_only also the restored one."""
         trainer, config = self.trainer, self.config.trainer
         trainer.begin()
         if trainer.resume is not None:
@@ -108,10 +108,11 @@ class Loop:
         # After loading: the engine must generate with the checkpoint's weights.
         self.sync_weights(trainer.step)
         self.report_start()
-        if trainer.resume is None and (config.val_before_train or config.val_only):
+        if config.val_only or (trainer.resume is None and config.val_before_train):
             measured = self.validation.run(trainer.step)
             trainer.tracker.log(measured, trainer.step)
-            trainer.health.check(0, measured)
+            if trainer.resume is None:
+                trainer.health.check(0, measured)
         # No step remains: steps() ends at once.
         if config.val_only:
             trainer.total_steps = trainer.step
@@ -468,6 +469,7 @@ class Loop:
         for stream, position in positions:
             stream.load(position)
         aside = trainer.tracker.go_back(checkpoint.step)
+        trainer.saver.go_back(checkpoint.step)
         trainer.events.add(
             left,
             "rollback",

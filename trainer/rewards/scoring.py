@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import math
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future
@@ -227,12 +226,16 @@ def _to_score(result: Any) -> Score:
         result = result["score"]
     value = finite(result)
     if value is None:
-        return Score(None, {}, f"the reward is {result!r:.60}, not a finite number")
+        return Score(None, {}, f"the reward is {result!r:.60}, not a finite number within float32")
     return Score(value, extra, None)
 
 
+MOST = 3.4028234663852886e38  # of float32
+"""Largest score or extra number: batches have them in float32, where more is infinite and the advantages of the group NaN."""
+
+
 def finite(value: Any) -> float | None:
-    """Convert a number of any library to float; None for text, NaN, infinity and everything else."""
+    """Convert a number of any library to float; None for text, NaN, infinity, what float32 cannot hold, and everything else."""
     # float() would accept the text "1.5", and a function that returns text has an error.
     if isinstance(value, str | bytes):
         return None
@@ -240,7 +243,7 @@ def finite(value: Any) -> float | None:
         number = float(value)
     except (TypeError, ValueError, OverflowError):
         return None
-    return number if math.isfinite(number) else None
+    return number if abs(number) <= MOST else None  # not of NaN either
 
 
 def check_some_scored(scores: Sequence[Score], of_what: str) -> None:

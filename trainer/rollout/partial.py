@@ -203,7 +203,7 @@ class PartialRollouts:
         """Wait for the scores of ``groups``, which were ``submitted``; see Sampler.finish_scoring and with_penalties."""
         asked = [group.prompt for group in groups for _ in group.responses]
         samples = [sample for group in groups for sample in range(self.buffer.n)]
-        batch = in_order(submitted).with_meta({"temperature": sampler.sampling.temperature})
+        batch = in_order(submitted).with_meta({"temperature": sampler.sampling.divisor})
         batch = sampler.finish_scoring(batch, asked, samples, phases, n=sampler.n, step=step, trains=True, overlap=overlap)
         return sampler.with_penalties(batch)
 

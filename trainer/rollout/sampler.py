@@ -210,7 +210,7 @@ class Sampler:
         self, parts: Sequence[Batch], requested: Requested, step: int, phases: Phases, overlap: Overlap | None = None
     ) -> Batch:
         """Wait for the scores of ``parts``, what ``submit_rows`` returned; returns what ``sample_to_train`` does."""
-        batch = in_order(parts).with_meta({"temperature": self.sampling.temperature})
+        batch = in_order(parts).with_meta({"temperature": self.sampling.divisor})
         batch = self.finish_scoring(
             batch, requested.prompts, requested.samples, phases, n=self.n, step=step, trains=True, overlap=overlap
         )
@@ -245,7 +245,7 @@ class Sampler:
         """
         requested = self._request(prompts, n, n, purpose, step)
         parts = self._generate(requested, sampling, phases)
-        batch = in_order(parts).with_meta({"temperature": sampling.temperature})
+        batch = in_order(parts).with_meta({"temperature": sampling.divisor})
         return self.finish_scoring(
             batch, requested.prompts, requested.samples, phases, n=n, step=step, trains=False, overlap=None
         )

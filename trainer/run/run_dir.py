@@ -204,17 +204,20 @@ def leaves_of(tree: Mapping[str, Any]) -> dict[str, str]:
     return {key: json.dumps(value) for key, value in leaves(tree).items()}
 
 
-def start_run(run_dir: Path, resume_step: int | None, rollout_dir: Path | None, *, restarted: bool = False) -> None:
+def start_run(
+    run_dir: Path, resume_step: int | None, rollout_dir: Path | None, *, restarted: bool = False, own: bool = True
+) -> None:
     """Bring ``run_dir`` to the state of this run after ``resume_step`` (None: a new run), without anything else in it.
 
-    If the checkpoint of resume_step is not in ``run_dir`` it belongs to another run, and this directory starts empty.
+    own: whether the run resumes from the checkpoint of that step in ``run_dir``. Otherwise from one of another run, and this
+    directory starts empty, also if it has a checkpoint of that step.
     rollout_dir: dumps after resume_step are removed there too, also if it is outside ``run_dir``; a new run replaces its files
     one by one. restarted: the program restarted the run after a failure; the events, which record that, stay in place.
     """
     run_dir.mkdir(parents=True, exist_ok=True)
     # Without this file a run counts as running or killed (run_status.read_outcome), which is true from here on.
     (run_dir / OUTCOME).unlink(missing_ok=True)
-    if resume_step is None or not checkpoint_dir(run_dir, resume_step).exists():
+    if resume_step is None or not own or not checkpoint_dir(run_dir, resume_step).exists():
         written = (
             METRICS, SAMPLES, TIMELINE, ANSWERS, EVENTS, REPORT, TENSORBOARD, ROLLOUTS, SKIPPED_BATCHES,
             WANDB_ID, MLFLOW_ID, SWANLAB_ID, LATEST, BEST, REMOTE,

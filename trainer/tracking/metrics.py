@@ -7,6 +7,7 @@ alone, and not on its split into ranks and micro-batches.
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from functools import cache
@@ -219,7 +220,8 @@ def peak_flops(device: Literal["cuda", "cpu"]) -> float | None:
 
 def peak_flops_of(gpu: str) -> float | None:
     """Peak FLOP/s of a GPU, None if unknown. gpu: name given by the driver, such as "NVIDIA H100 80GB HBM3"."""
-    return next((peak for name, peak in PEAK_FLOPS.items() if name in gpu), None)
+    # Whole words: the A1000 and the A4000 are not these.
+    return next((peak for name, peak in PEAK_FLOPS.items() if re.search(rf"\b{name}\b", gpu)), None)
 
 
 def gpu_names(driver: Path = Path("/proc/driver/nvidia/gpus")) -> list[str]:

@@ -50,7 +50,7 @@ class Tracker:
 
     resume_step: step of the checkpoint, None for a new run. shown_samples: number of validation responses that loggers receive.
     rollout_dir: destination of log_rollouts; None: nothing is written. restarted: see start_run. more: loggers in addition to the
-    named ones. phases: timer of the loop, for the display.
+    named ones. own: see start_run. phases: timer of the loop, for the display.
     Raises ValueError for an unknown logger.
     """
 
@@ -67,11 +67,12 @@ class Tracker:
         shown_samples: int = 0,
         rollout_dir: Path | None = None,
         restarted: bool = False,
+        own: bool = True,
         more: Sequence[Logger] = (),
         phases: Phases | None = None,
     ) -> None:
         check_loggers(loggers)  # before anything in the run directory is touched
-        start_run(run_dir, resume_step, rollout_dir, restarted=restarted)
+        start_run(run_dir, resume_step, rollout_dir, restarted=restarted, own=own)
         plain = write_config(run_dir, config)
         write_atomic(run_dir / ENVIRONMENT, json.dumps(environment(), indent=1))
         self._config = plain

@@ -40,6 +40,11 @@ class Sampling:
     stop_token_ids: tuple[int, ...]
     ignore_eos: bool = False
 
+    @property
+    def divisor(self) -> float:
+        """What logits are divided by for log-probs: the temperature, and 1 for greedy responses."""
+        return self.temperature or 1.0
+
 
 @dataclass(frozen=True, slots=True)
 class Request:

@@ -6,7 +6,7 @@ import pytest
 
 from tests.trainer.checkpoints import equal, is_complete, names, responses, save
 from trainer.checkpoint.manifest import MANIFEST, Damaged, read_checkpoint
-from trainer.checkpoint.remote_copies import RemoteCopies
+from trainer.checkpoint.remote_copies import Abandoned, RemoteCopies
 from trainer.checkpoint.resume import find_latest
 from trainer.run.run_dir import EVENTS, checkpoint_dir, read_lines
 
@@ -110,6 +110,26 @@ def test_copies_of_abandoned_steps_are_removed_after_a_rollback(address: str, tm
     put(address, tmp_path / "run", 25)
     copies.drop_old(tmp_path / "run", keep=2, newest=25, spare=None)
     assert RemoteCopies(address).steps() == [20, 25]
+
+
+def test_copies_of_abandoned_steps_are_not_fetched_after_a_rollback(address: str, tmp_path: Path) -> None:
+    """Nor are those of another run withdrawn."""
+    put(address, tmp_path / "other", 45)
+    copies = put(address, tmp_path / "run", 20, 30, 40)
+    copies.withdraw_after(tmp_path / "run", 20)
+    assert RemoteCopies(address).steps() == [20, 45]
+    put(address, tmp_path / "run", 30)
+    assert RemoteCopies(address).steps() == [20, 30, 45], "the run has come to this step again"
+    copies.drop_old(tmp_path / "run", keep=2, newest=30, spare=None)
+    assert not copies.fs.exists(f"{copies.root}/global_step_40")
+
+
+def test_an_abandoned_copy_is_incomplete(address: str, tmp_path: Path) -> None:
+    save(tmp_path / "run", 2)
+    asked = iter([False, False, True])
+    with pytest.raises(Abandoned, match="step 2"):
+        RemoteCopies(address).put(read_checkpoint(tmp_path / "run/global_step_2"), lambda: next(asked))
+    assert RemoteCopies(address).steps() == [] and next(asked, None) is None
 
 
 def test_partially_written_or_removed_copies_are_removed(address: str, tmp_path: Path) -> None:

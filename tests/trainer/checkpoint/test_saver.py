@@ -8,8 +8,9 @@ import sys
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
-from threading import Barrier, BrokenBarrierError
+from threading import Barrier, BrokenBarrierError, Event, Timer
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -29,6 +30,7 @@ from tests.trainer.checkpoints import (
     wait_for_threads,
 )
 from trainer.checkpoint.manifest import read_checkpoint
+from trainer.checkpoint.remote_copies import RemoteCopies
 from trainer.checkpoint.resume import check_config, find_latest, resolve_resume
 from trainer.run.errors import CheckFailed, NotSaved
 from trainer.run.run_dir import EVENTS, read_lines, start_run
@@ -537,6 +539,43 @@ def test_failed_removal_of_a_copy_is_reported_and_the_run_continues(tmp_path: Pa
     saving.finish()
     assert events_of(tmp_path / "run")[0][2] == f"old copies in {tmp_path}/copies were not removed: PermissionError: append only"
     assert resume(tmp_path / "copies") is None and checkpoints(tmp_path / "copies") == {"global_step_1", "global_step_2"}
+
+
+def test_copy_of_a_failed_attempt_ends_before_the_next_attempt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Going on, it would take the next attempt's copies for those of a rollback and remove them."""
+    first = saver(tmp_path / "run", remote_dir=str(tmp_path / "copies"), copies=2, async_save=True)
+    began, go_on, put_file = Event(), Event(), type(first.copies.fs).put_file if first.copies else None
+    assert put_file is not None
+
+    def slowly(self: Any, *words: Any, **how: Any) -> None:
+        began.set()
+        assert go_on.wait(60)
+        put_file(self, *words, **how)
+
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="died"), first:
+        patch.setattr(type(first.copies.fs) if first.copies else None, "put_file", slowly)
+        first.save(20, models(20), {}, {})
+        while not began.wait(0.01):
+            first.finish_pending(patient=False)
+        Timer(0.2, go_on.set).start()
+        raise RuntimeError("a worker died")
+    assert first._copying is not None and first._copying[1].done() and checkpoints(tmp_path / "copies") == {"global_step_20"}
+    assert RemoteCopies(str(tmp_path / "copies")).steps() == []
+    with saver(tmp_path / "run", remote_dir=str(tmp_path / "copies"), copies=2) as second:
+        second.save(25, models(25), {}, {})
+    assert RemoteCopies(str(tmp_path / "copies")).steps() == [25]
+
+
+def test_rolled_back_run_withdraws_its_later_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saving = saver(tmp_path / "run", remote_dir=str(tmp_path / "copies"))
+    for step in (10, 20):
+        saving.save(step, models(step), {}, {})
+    saving.finish_pending()
+    saving.go_back(10)
+    assert RemoteCopies(str(tmp_path / "copies")).steps() == [10] and not (tmp_path / "run" / EVENTS).exists()
+    monkeypatch.setattr(RemoteCopies, "withdraw_after", Mock(side_effect=PermissionError("append only")))
+    saving.go_back(10)
+    assert events_of(tmp_path / "run")[0][2].startswith(f"copies after step 10 in {tmp_path}/copies are still there")
 
 
 def test_checkpoints_are_copied_and_a_failed_copy_is_reported(tmp_path: Path) -> None:

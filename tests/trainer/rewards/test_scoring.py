@@ -30,14 +30,18 @@ def test_numbers_of_any_library_are_scores(number: Any) -> None:
     assert score.value == 1.0 and type(score.value) is float and score.error is None
 
 
-@pytest.mark.parametrize("bad", [None, "1.0", float("nan"), float("inf"), [1.0], {"acc": 1.0}, {}, {"score": "high"}, 10**400])
+@pytest.mark.parametrize(
+    "bad", [None, "1.0", float("nan"), float("inf"), [1.0], {"acc": 1.0}, {}, {"score": "high"}, 10**400, -1e60]
+)
 def test_non_finite_reward_is_an_error_and_not_zero(bad: Any) -> None:
     score = returning(bad)
     assert score.value is None and score.error
 
 
 def test_dict_gives_score_and_metrics() -> None:
-    score = returning({"score": -0.5, "acc": True, "length": np.int32(7), "pred": "42", "nan": float("nan"), "none": None})
+    score = returning(
+        {"score": -0.5, "acc": True, "length": np.int32(7), "pred": "42", "nan": float("nan"), "none": None, "big": 1e200}
+    )
     assert (score.value, score.extra, score.error) == (-0.5, {"acc": 1.0, "length": 7.0}, None)
 
 
@@ -75,7 +79,7 @@ def test_batch_function_is_called_once_as_verl_calls_it() -> None:
 def test_each_reward_of_a_batch_is_read_like_a_single_one() -> None:
     assert returning_all([{"score": 1, "acc": True}, float("nan")]) == [
         Score(1.0, {"acc": 1.0}, None),
-        Score(None, {}, "the reward is nan, not a finite number"),
+        Score(None, {}, "the reward is nan, not a finite number within float32"),
     ]
     assert [score.value for score in returning_all(iter((1, 0)))] == [1.0, 0.0]
 

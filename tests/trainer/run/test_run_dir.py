@@ -168,6 +168,12 @@ def test_checkpoint_of_another_run_starts_a_new_run(tmp_path: Path) -> None:
     assert names(tmp_path) == {"earlier_1", "logs"}
 
 
+def test_a_checkpoint_of_the_same_step_is_not_another_runs(tmp_path: Path) -> None:
+    lay_out(tmp_path, steps=3, checkpoints=[2])
+    start_run(tmp_path, 2, None, own=False)
+    assert names(tmp_path) == {"earlier_1", "logs"} and "global_step_2" in names(tmp_path / "earlier_1")
+
+
 def test_write_atomic_leaves_no_other_file(tmp_path: Path) -> None:
     write_atomic(tmp_path / "file", "old")
     write_atomic(tmp_path / "file", "new: «ä»")

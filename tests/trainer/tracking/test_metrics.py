@@ -228,6 +228,8 @@ def test_phases_sum_repeated_and_failed_calls(monkeypatch: pytest.MonkeyPatch) -
         ("NVIDIA H100 PCIe", 756e12),
         ("NVIDIA GB200", 2.5e15),
         ("Some GPU of tomorrow", None),
+        ("NVIDIA RTX A1000", None),
+        ("NVIDIA RTX A4000", None),
     ],
 )
 def test_peak_flops_by_gpu_name(name: str, peak: float | None) -> None:
