@@ -542,14 +542,14 @@ def test_failed_removal_of_a_copy_is_reported_and_the_run_continues(tmp_path: Pa
 
 
 def test_copy_of_a_failed_attempt_ends_before_the_next_attempt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Going on, it would take the next attempt's copies for those of a rollback and remove them."""
+    """Continued, it would take the next attempt's copies for those of a rollback and remove them."""
     first = saver(tmp_path / "run", remote_dir=str(tmp_path / "copies"), copies=2, async_save=True)
-    began, go_on, put_file = Event(), Event(), type(first.copies.fs).put_file if first.copies else None
+    began, resume_it, put_file = Event(), Event(), type(first.copies.fs).put_file if first.copies else None
     assert put_file is not None
 
     def slowly(self: Any, *words: Any, **how: Any) -> None:
         began.set()
-        assert go_on.wait(60)
+        assert resume_it.wait(60)
         put_file(self, *words, **how)
 
     with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="died"), first:
@@ -557,7 +557,7 @@ def test_copy_of_a_failed_attempt_ends_before_the_next_attempt(tmp_path: Path, m
         first.save(20, models(20), {}, {})
         while not began.wait(0.01):
             first.finish_pending(patient=False)
-        Timer(0.2, go_on.set).start()
+        Timer(0.2, resume_it.set).start()
         raise RuntimeError("a worker died")
     assert first._copying is not None and first._copying[1].done() and checkpoints(tmp_path / "copies") == {"global_step_20"}
     assert RemoteCopies(str(tmp_path / "copies")).steps() == []
