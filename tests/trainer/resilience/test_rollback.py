@@ -159,7 +159,10 @@ def test_run_stopped_after_the_rollback_ends_equal(task: Path, whole: Path, tmp_
 
 
 def test_rollback_does_not_rewind_the_data_streams(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither prompts nor texts (data.ptx_files): what made the run diverge may be among them. Responses in flight are lost."""
+    """Neither prompts nor texts (data.ptx_files): what made the run diverge may be among them. Responses in flight are lost, and
+    remote copies of later steps are withdrawn.
+    """
+    withdrawn: list[int] = []
     buffer = GroupBuffer(1, lambda ordinal: Prompt(0, (1,), "", "", "", {}, "", ordinal))
     prompts, texts = PromptStream(cast(Any, []), cast(Any, None), 7, 3), PtxStream(cast(Any, []), cast(Any, None), 0.1, 0.5, 30)
 
@@ -171,7 +174,7 @@ def test_rollback_does_not_rewind_the_data_streams(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("trainer.ppo.loop.find_up_to", lambda run_dir, step, check: SimpleNamespace(step=step))
     trainer = SimpleNamespace(
         models={}, watchdog=None, stateful={"data": prompts, "ptx": texts}, arrays={"groups": buffer}, load=load, step=7,
-        lifecycle=SimpleNamespace(run_dir=None), saver=SimpleNamespace(finish_pending=lambda: None),
+        lifecycle=SimpleNamespace(run_dir=None), saver=SimpleNamespace(finish_pending=lambda: None, go_back=withdrawn.append),
         tracker=SimpleNamespace(go_back=lambda step: Path("earlier_1")), events=SimpleNamespace(add=lambda *event: None),
     )  # fmt: skip
     config = SimpleNamespace(alarms=SimpleNamespace(max_rollbacks=2))
@@ -179,6 +182,7 @@ def test_rollback_does_not_rewind_the_data_streams(monkeypatch: pytest.MonkeyPat
     loop = SimpleNamespace(**parts, sync_weights=lambda step: None)
     Loop.roll_back(cast(Any, loop), Alarm("rollback", "fell", healthy_until=2))
     assert (prompts.drawn, prompts.taken, texts.drawn, loop.rollbacks.count, len(buffer)) == (7, 3, 30, 1, 0)
+    assert withdrawn == [2]
 
 
 def ends_with(task: Path, run_dir: Path, capfd: pytest.CaptureFixture[str], *overrides: str) -> str:
