@@ -23,7 +23,7 @@ from transformers import PreTrainedTokenizerBase
 from configs.base.locks import locked
 from configs.schema.ppo import PPOConfig
 from configs.schema.supervised import SupervisedConfig
-from trainer.checkpoint.manifest import arrays_file, check_weights
+from trainer.checkpoint.manifest import MANIFEST, arrays_file, check_weights
 from trainer.checkpoint.resume import Checkpoint, Stateful, check_config
 from trainer.checkpoint.saver import Saver
 from trainer.cluster.determinism import KernelWatch
@@ -257,10 +257,16 @@ def open_tracker(
         shown_samples=shown_samples,
         rollout_dir=Path(rollout_dir) if rollout_dir is not None else None,
         restarted=lifecycle.restarted,
-        own=resume is not None and resume.path.resolve() == checkpoint_dir(lifecycle.run_dir, resume.step).resolve(),
+        own=resume is None or is_own(resume, lifecycle.run_dir),
         more=[GrowingReport(lifecycle.run_dir), *lifecycle.loggers],
         phases=phases,
     )
+
+
+def is_own(checkpoint: Checkpoint, run_dir: Path) -> bool:
+    """Whether it is the checkpoint of its step in ``run_dir``, or a copy of it."""
+    own = checkpoint_dir(run_dir, checkpoint.step) / MANIFEST
+    return own.exists() and own.read_bytes() == (checkpoint.path / MANIFEST).read_bytes()
 
 
 def build_trainer(

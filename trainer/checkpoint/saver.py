@@ -66,6 +66,8 @@ from workers.engine.base import Saved
 from workers.engine.saving import in_background, saved_files
 from workers.host_memory import GB
 
+COPY_SECONDS = 300.0  # limit for the file of a remote copy that is being written when an attempt fails
+
 
 @dataclass(frozen=True, slots=True)
 class Pending:
@@ -236,8 +238,11 @@ class Saver:
                 with suppress(OSError):  # must not replace the exception of the run; the next start tries again
                     complete_interrupted(self.run_dir)
             self._abandoned.set()
-            if self._copying is not None:
-                wait([self._copying[1]])
+            # Not if the user ends the program: with it the thread ends.
+            if self._copying is not None and issubclass(kind, Exception):
+                step, copy = self._copying
+                if wait([copy], COPY_SECONDS).not_done:
+                    self.events.add(step, "checkpoint", f"its copy has not ended within {COPY_SECONDS:.0f} s")
 
     def go_back(self, step: int) -> None:
         """Withdraw remote copies after ``step``, to which the run was rolled back. A failure is reported as an event."""

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from configs.load import untyped
 from configs.schema.ppo import DataConfig, PromptConfig
-from trainer.data.encoding import RENDERING, Encoded, Messages, SizeCache, encode, encode_all, sizes_of, truncate
+from trainer.data.encoding import RENDERING, Encoded, Messages, SizeCache, encode, encode_all, of_file, sizes_of, truncate
 from trainer.data.files import Rows, value_of
 from trainer.data.order import DataOrder, draw
 from trainer.data.processes import MANY
@@ -156,7 +156,7 @@ class PromptDataset:
             data_source=row.get(self._source_key) or "",
             ground_truth=(row.get("reward_model") or {}).get("ground_truth"),
             extra_info=row.get("extra_info") or {},
-            messages=value_of(row, self._prompt_key),
+            messages=of_file(value_of(row, self._prompt_key)),
             agent=row.get("agent_name"),
         )
 

@@ -77,10 +77,41 @@ def encode(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Messages], temp
 
 def _rendered(tokenizer: PreTrainedTokenizerBase, prompt: Messages, template_kwargs: dict[str, Any]) -> str:
     """``render``, of messages with calls as conversations are rendered (Seams.render_calls)."""
-    # What has other fields: calls, results, names; in a parquet file all messages have all of them, most of them null.
-    if isinstance(prompt, str) or all(message.keys() <= {"role", "content"} for message in prompt):
+    messages = of_file(prompt)
+    if messages is prompt or isinstance(messages, str):
         return render(tokenizer, prompt, template_kwargs)
-    return render_calls(tokenizer, parsed(prompt), template_kwargs)
+    try:
+        values = parsed(messages)
+    except (TypeError, AttributeError) as error:  # a value that JSON has not, or a call that is no object
+        raise Refused(f"its calls cannot be read: {error}; change {reprlib.repr(prompt)}") from error
+    return render_calls(tokenizer, values, template_kwargs)
+
+
+def of_file(prompt: Messages) -> Messages:
+    """Messages of a file without what its format adds: null or empty fields where another message of the column has a value.
+
+    A null content next to calls becomes an empty text, as the agents write it: some templates reject null.
+    """
+    if not isinstance(prompt, list) or not all(isinstance(message, dict) for message in prompt):
+        return prompt
+    if all(message.keys() <= {"role", "content"} for message in prompt):
+        return prompt
+    found = []
+    for message in prompt:
+        kept = {name: value for name, value in message.items() if name in ("role", "content") or value not in (None, [], "")}
+        if "tool_calls" in kept:
+            kept["tool_calls"] = without_null(kept["tool_calls"])
+            if kept.get("role") == "assistant" and kept.get("content") is None:
+                kept["content"] = ""
+        found.append(kept)
+    return found
+
+
+def without_null(value: Any) -> Any:
+    """The value without null fields: in a parquet file all structs of a column have the same fields."""
+    if isinstance(value, dict):
+        return {name: without_null(item) for name, item in value.items() if item is not None}
+    return [without_null(item) for item in value] if isinstance(value, list) else value
 
 
 def render_calls(tokenizer: PreTrainedTokenizerBase, messages: list[Message], template_kwargs: dict[str, Any]) -> str:

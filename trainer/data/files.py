@@ -2,7 +2,7 @@
 
 import json
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ class Rows:
     """Rows of several files with stable indices: row i keeps its number whatever is filtered later."""
 
     def __init__(self, files: Sequence[str], required: Sequence[str], optional: Sequence[str] = ()) -> None:
-        """required, optional: names of columns, or ``column.field`` of a struct. Other columns are not read.
+        """required, optional: names of columns, or ``column.field`` of a struct. Other columns of parquet files are not read.
 
         Raises ValueError, one line, without files, for a missing or unreadable file, a missing column and an empty file.
         """
@@ -65,16 +65,22 @@ Fields = dict[str, "Fields | str"]
 
 
 class _Lines:
-    """Rows of a JSON-lines file, decoded when they are read. Raises ValueError for a line that is no object.
+    """Rows of a JSON-lines file, decoded when they are read.
+
+    structs: columns that are objects or null. Raises ValueError for a line that is no object, or has such a column that is none.
 
     Not an Arrow table: there a column has one type, so 18 becomes 18.0 in a file that also has 0.5, every struct gets the fields
     of all others, and rows with text and numbers in a column are refused.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, structs: Collection[str] = ()) -> None:
         self.fields: Fields = {}
         self._rows: list[str] = []
         for line, row in _objects(path):
+            for name in structs:
+                if not isinstance(row.get(name), dict | None):
+                    kind = type(row[name]).__name__
+                    raise ValueError(f"{path}, row {len(self._rows)}: {name} is a {kind}; it must be an object or null")
             self._rows.append(line)
             _add_fields(self.fields, row)
 
@@ -161,7 +167,8 @@ def _read(name: str, required: Sequence[str], optional: Sequence[str]) -> pa.Tab
             wanted = {column.partition(".")[0] for column in required} | set(optional)
             table = pq.read_table(path, columns=[column for column in schema.names if column in wanted])
         else:
-            table = _Lines(path)
+            structs = {column.partition(".")[0] for column in required if "." in column} | {"extra_info"}.intersection(optional)
+            table = _Lines(path, structs)
             if len(table):  # an empty file has no columns; its error below is the clearer one
                 _check_columns(name, table.fields, required)
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
@@ -227,6 +234,8 @@ def _check_columns(name: str, fields: Fields, required: Sequence[str], set_by: s
             raise ValueError(f"{name}: no column {column!r}; it has {', '.join(fields)}{advice}")
         kind = fields[column]
         for field in path:
+            if kind == "null":  # of the only rows that are read here; others may have an object
+                break
             if isinstance(kind, str) or field not in kind:
                 there = f"none ({kind})" if isinstance(kind, str) else ", ".join(kind)
                 raise ValueError(f"{name}: column {column!r} has no field {field!r}; it has {there}{advice}")

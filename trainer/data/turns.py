@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from jinja2 import TemplateError
 
-from trainer.data.encoding import Message, Messages, Refused, encode, parsed, token_ids, with_text_arguments
+from trainer.data.encoding import Message, Messages, Refused, encode, parsed, token_ids, with_text_arguments, without_null
 from trainer.data.processes import in_processes
 from trainer.data.seam import Break, Seams, appended
 
@@ -301,7 +301,7 @@ def _checked_messages(where: str, messages: Any) -> list[Message]:
         if not isinstance(calls, list) or not all(map(_is_call, calls)):
             raise ValueError(f"{here}: tool_calls must be a list of {{type, function: {{name, arguments}}}}, as in OpenAI's API")
         if calls:
-            kept["tool_calls"] = [_without_null(call) for call in calls]
+            kept["tool_calls"] = [without_null(call) for call in calls]
         found.append({"role": role, "content": content} | kept | {"content": content})
     return parsed(found)
 
@@ -323,14 +323,7 @@ def _checked_tools(where: str, tools: Any) -> list[Any] | None:
         return None
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise ValueError(f"{where}: the tools are not a list of function schemas, or its JSON text")
-    return [_without_null(tool) for tool in tools]
-
-
-def _without_null(value: Any) -> Any:
-    """The value without null fields: in a parquet file all structs of a column have the same fields."""
-    if isinstance(value, dict):
-        return {name: _without_null(item) for name, item in value.items() if item is not None}
-    return [_without_null(item) for item in value] if isinstance(value, list) else value
+    return [without_null(tool) for tool in tools]
 
 
 def _begins(whole: np.ndarray, part: np.ndarray) -> bool:

@@ -83,7 +83,7 @@ def read(config: EvaluationConfig, vote: Vote) -> list[Scored]:
 
 def score(config: EvaluationConfig, rows: Rows, answers: Sequence[list[str]], sources: Sequence[str]) -> list[list[float | None]]:
     """Scores of each row's responses by reward.*. Without a column finish_reasons, all responses count as terminated."""
-    truths = [value["ground_truth"] for value in rows.column(config.data.reward_model_key)]
+    truths = rows.column(f"{config.data.reward_model_key}.ground_truth")
     extras, reasons = rows.column("extra_info"), rows.column("finish_reasons")
     asked = [
         Response(source, text, truth, extra or {}, finished=why == "stop")

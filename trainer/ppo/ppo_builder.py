@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase as Tokenizer
@@ -59,6 +60,7 @@ from trainer.rollout.sampler import BatchPolicy, Sampler
 from trainer.rollout.validation import Validation
 from trainer.run.events import Events
 from trainer.run.logger import Logger
+from trainer.run.run_dir import GLOBAL_STEP, checkpoint_steps, read_metrics
 from trainer.run.timing import Start
 from trainer.tracking.token_dump import ResponseLog
 from trainer.tracking.tracker import Tracker, check_loggers
@@ -99,6 +101,7 @@ def attempt(config: PPOConfig, lifecycle: RunLifecycle) -> None:
 def opened(assembly: type[Assembly], config: PPOConfig, lifecycle: RunLifecycle, resume: Checkpoint | None) -> Iterator[Loop]:
     """Yield the loop; workers, scorers and loggers end with the block. resume: checkpoint to load, None for a new run."""
     start = Start()
+    check_records(config, lifecycle.run_dir, resume)
     # Fills the page cache in the background while the checks run and processes start; workers then read weights from memory.
     for path in dict.fromkeys((config.actor_rollout_ref.model.path, config.critic.model.path)):
         read_ahead(path)
@@ -143,6 +146,19 @@ def opened(assembly: type[Assembly], config: PPOConfig, lifecycle: RunLifecycle,
         # Only now does the run directory belong to this run: an earlier failure leaves no status and no report in it.
         lifecycle.started = True
         yield loop
+
+
+def check_records(config: PPOConfig, run_dir: Path, resume: Checkpoint | None) -> None:
+    """Raise ValueError if validating a checkpoint alone would cut what the run has recorded since: no step repeats it."""
+    if not config.trainer.val_only or resume is None or not harness.is_own(resume, run_dir):
+        return
+    last = max([*checkpoint_steps(run_dir), *(int(entry[GLOBAL_STEP]) for entry in read_metrics(run_dir))])
+    if last > resume.step:
+        raise ValueError(
+            f"trainer.val_only=true: step {resume.step} would be validated, and {run_dir} has records up to step {last}, which "
+            "would be cut; name another trainer.default_local_dir, with trainer.resume_mode=resume_path "
+            f"trainer.resume_from_path={resume.path}"
+        )
 
 
 def check_engines(config: PPOConfig) -> None:

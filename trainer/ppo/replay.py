@@ -236,7 +236,9 @@ class RecordedSampler(Sampler):
 
 def logged_metrics(run_dir: Path, step: int) -> dict[str, float]:
     """The run's metrics of ``step``. Raises ValueError if the step is not in metrics.jsonl."""
-    logged = {int(entry[GLOBAL_STEP]): entry for entry in read_metrics(run_dir)}
+    logged: dict[int, dict[str, float]] = {}
+    for entry in read_metrics(run_dir):  # a step has a second line if its checkpoint was validated (trainer.val_only)
+        logged.setdefault(int(entry[GLOBAL_STEP]), {}).update(entry)
     if step not in logged:
         raise ValueError(f"{run_dir / METRICS} has no step {step} to compare with; it has {sorted(logged)}")
     return logged[step]

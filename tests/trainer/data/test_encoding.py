@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.trainer.data.tokenizers import byte_tokenizer
-from trainer.data.encoding import encode, parsed, render, token_ids, truncate
+from trainer.data.encoding import Refused, encode, parsed, render, token_ids, truncate
 from trainer.data.seam import Seams
 
 CHAT = [{"role": "system", "content": "S"}, {"role": "user", "content": "U"}]
@@ -85,5 +85,15 @@ def test_prompts_with_calls_are_rendered_as_conversations_are() -> None:
     assert text == '<user>U<assistant>[{"a": 1}]<a>' and alone == "<user>U<a>"
     assert text == Seams(tokenizer, {}).render_calls(parsed(messages), None, prompt=True)
     assert tokenizer.decode(ids) == text
+    other = {"function": {"name": "add", "arguments": {"a": 1, "query": None}}}  # a field of another tool's arguments
+    of_parquet = [plain, {"role": "assistant", "content": None, "tool_calls": [other]}]
+    strict = byte_tokenizer(chat_template=CALLING.replace("m.content or ''", "m.content"))
+    assert encode(strict, [of_parquet], {})[0][0] == text
     wants_text = byte_tokenizer(chat_template=CALLING.replace("arguments | tojson", "arguments + '!'"))
     assert encode(wants_text, [messages], {})[0][0] == '<user>U<assistant>[{"a": 1}!]<a>'
+
+
+@pytest.mark.parametrize("prompt", [None, 5, [{"role": "user", "content": "U", "tool_calls": [5], "name": b"x"}]])
+def test_what_is_no_conversation_is_refused(prompt: Any) -> None:
+    with pytest.raises(Refused):
+        encode(byte_tokenizer(chat_template=CALLING), [prompt], {})

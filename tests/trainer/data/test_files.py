@@ -104,7 +104,7 @@ def test_rows_of_a_json_file_are_as_they_are_written(tmp_path: Path) -> None:
     written = [
         {"a": "x", "truth": {"value": 18}},
         {"a": 2, "truth": {"value": 0.5, "more": [1, "b"]}, "extra": {"q": 1}, "name": "loop"},
-        {"a": None, "truth": "text"},
+        {"a": None, "truth": None},
     ]
     rows = Rows([jsonl(tmp_path / "rows.jsonl", "\n\n".join(map(json.dumps, written)))], ["a", "truth.value"], ["extra"])
     assert [rows[i] for i in range(3)] == [{"extra": None, "name": None} | row for row in written]
@@ -122,3 +122,10 @@ def test_errors_name_the_fields_of_all_rows_of_a_json_file(tmp_path: Path) -> No
     assert error_of([file], ["b.x"]) == f"{file}: column 'b' has no field 'x'; it has c, d"
     assert error_of([file], ["b.c.x"]) == f"{file}: column 'b.c' has no field 'x'; it has none (int)"
     assert len(Rows([file], ["b.d.e"])) == 2
+    mixed = jsonl(tmp_path / "mixed.jsonl", '{"b": null, "extra_info": {}}\n{"b": {"c": 1}, "extra_info": "x"}\n')
+    assert len(Rows([mixed], ["b.c"])) == 2
+    assert check_file(mixed, ["b.c"]) is None, "the first row has null, others may have objects"
+    with pytest.raises(ValueError, match=r"mixed\.jsonl, row 1: extra_info is a str; it must be an object or null"):
+        Rows([mixed], ["b.c"], ["extra_info"])
+    with pytest.raises(ValueError, match=r"text\.jsonl, row 0: b is a str"):
+        Rows([jsonl(tmp_path / "text.jsonl", '{"b": "x"}\n{"b": {"c": 1}}\n')], ["b.c"])

@@ -69,7 +69,7 @@ def test_background_saves_give_the_same_run_and_the_same_files(
     assert capsys.readouterr().out.startswith(f"the run in {tmp_path}/waiting ended with step 4: nothing is left to do")
 
 
-def test_checkpoint_is_validated_alone(task: Path, tmp_path: Path) -> None:
+def test_checkpoint_is_validated_alone(task: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """In the run's own directory, and that of another run, which has a checkpoint of the same step."""
     greedy = ("actor_rollout_ref.rollout.do_sample=false", "trainer.total_training_steps=2", "trainer.save_freq=end")
     steps = run_ppo(task, tmp_path / "run", *greedy)
@@ -77,11 +77,14 @@ def test_checkpoint_is_validated_alone(task: Path, tmp_path: Path) -> None:
     only = ("trainer.val_only=true", "trainer.log_val_generations=2")
     (*before, validated) = run_ppo(task, tmp_path / "run", *greedy, *only)
     assert repeatable(before) == repeatable(steps) and validated["training/global_step"] == 2 and "val/accuracy" in validated
-    run_ppo(task, tmp_path / "other", "trainer.total_training_steps=2", "trainer.save_freq=end")
+    run_ppo(task, tmp_path / "other", *greedy, "trainer.save_freq=1", "trainer.seed=5")
+    first = ("trainer.resume_mode=resume_path", f"trainer.resume_from_path={tmp_path}/other/global_step_1")
+    assert main_ppo.PROGRAM(ppo_arguments(task, tmp_path / "other", *greedy, *only, *first, "trainer.seed=5")) == 2
+    assert "has records up to step 2, which would be cut" in capsys.readouterr().err
     chosen = ("trainer.resume_mode=resume_path", f"trainer.resume_from_path={tmp_path}/run/global_step_2")
     (again,) = run_ppo(task, tmp_path / "other", *greedy, *only, *chosen)
     assert again["val/accuracy"] == validated["val/accuracy"]
-    assert checkpoint_steps(tmp_path / "other") == [] and checkpoint_steps(tmp_path / "other" / "earlier_1") == [2]
+    assert checkpoint_steps(tmp_path / "other") == [] and checkpoint_steps(tmp_path / "other" / "earlier_1") == [1, 2]
 
 
 def run_with_a_full_disk_at(task: Path, folder: Path, full: list[int], *overrides: str) -> int:

@@ -34,7 +34,8 @@ def _math_dapo(solution_str: str, ground_truth: Any, extra_info: dict[str, Any],
 
 def _exact_match(solution_str: str, ground_truth: Any, extra_info: dict[str, Any], config: ScoringConfig) -> float:
     """1 if the response equals the ground truth and was ended by the model; 0 otherwise, also if it was truncated."""
-    return float(extra_info["finished"] and solution_str == _text(ground_truth))
+    truth = _text(ground_truth)
+    return float(extra_info["finished"] and solution_str == truth)
 
 
 def _tool_answer(solution_str: str, ground_truth: Any, extra_info: dict[str, Any], config: ScoringConfig) -> float:
