@@ -30,6 +30,12 @@ def placement_problems(config: PPOConfig, place: Placement) -> Iterator[str]:
     if engines.fraction == 1:
         return
     key = f"placement.pools.{engines.name}.fraction={engines.fraction:g}"
+    actor = place.pool("actor")
+    if config.trainer.device == "cuda" and engines is not actor and actor.slots[0] in engines.slots:
+        yield (
+            f"{key}: weights come from the first GPU of pool {actor.name}, which this pool shares, and NCCL does not connect two "
+            "processes on a GPU; put the roles rollout and actor into one pool, or move this one"
+        )
     # Only an engine in the actor's processes sleeps during training; on a shared GPU its memory could not be reclaimed safely.
     if rollout.free_cache_engine and "actor" in engines.roles:
         yield (

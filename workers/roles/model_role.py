@@ -87,4 +87,6 @@ class ModelRole:
         self.engine.load(path)
 
     def export_hf(self, path: str) -> None:
-        self.engine.export_hf(path)
+        # After a save, offloaded parameters are on the host.
+        with self.memory_scheduler.parameters_on_device(self.name):
+            self.engine.export_hf(path)

@@ -87,6 +87,19 @@ def test_an_engine_on_a_shared_gpu_must_not_sleep_or_exceed_its_fraction() -> No
     assert line.endswith("gpu_memory_utilization=0.5 is a fraction of the whole GPU and must not exceed the pool's")
 
 
+def test_an_engine_does_not_share_the_gpu_that_sends_its_weights() -> None:
+    half, quarter = "{nodes: 1, gpus: 1, fraction: 0.5}", "{nodes: 1, gpus: 2, fraction: 0.25}"
+    words = (
+        "placement=custom", f"placement.pools.a={half}", "placement.roles.actor=a", "placement.roles.rollout=b",
+        f"{ROLLOUT}.free_cache_engine=false", "rollout=vllm", f"{ROLLOUT}.gpu_memory_utilization=0.2",
+        f"{ROLLOUT}.tensor_model_parallel_size=1",
+    )  # fmt: skip
+    for pool, n_gpus in ((half, 1), (quarter, 2)):
+        here = (*words, f"placement.pools.b={pool}", f"trainer.n_gpus_per_node={n_gpus}")
+        assert [line for line in ppo_lines(*here, "trainer.device=cuda") if "NCCL does not connect two processes" in line]
+        assert not [line for line in ppo_lines(*here, "trainer.device=cpu") if "NCCL" in line]
+
+
 def test_the_local_backend_refuses_several_pools() -> None:
     half = [text.replace("gpus: 2", "gpus: 1") for text in shared(0.5)]
     local = ("trainer.backend=local", "trainer.n_gpus_per_node=1", f"{ROLLOUT}.free_cache_engine=false")

@@ -1,10 +1,13 @@
 """How a role's save is started, polled and reported."""
 
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
 
+from tests.tiny import save_tiny_model
+from tests.workers.engine.toy import one_rank, toy_engine
 from workers.engine.base import Saved, SavedFile
 from workers.roles.memory_scheduler import MemoryScheduler, ResidentModel
 from workers.roles.model_role import ModelRole
@@ -43,3 +46,17 @@ def test_a_pending_save_can_be_polled() -> None:
     engine.future.set_exception(KeyError("a mistake of the engine"))
     with pytest.raises(KeyError):
         role.saved(True)
+
+
+def test_offloaded_parameters_are_exported_after_a_save(tmp_path: Path) -> None:
+    """The order of a fine-tuning run's end."""
+    with one_rank(tmp_path):
+        engine = toy_engine(save_tiny_model(tmp_path / "model", "qwen2"), param_offload=True)
+        scheduler = MemoryScheduler("cpu")
+        scheduler.add_model("model", ResidentModel(engine, param_offload=True, optimizer_offload=False))
+        role = ModelRole("model", engine, None, scheduler)
+        scheduler.enter("train", "model")
+        role.save(str(tmp_path / "checkpoint"), False)
+        assert isinstance(role.saved(True), Saved)
+        role.export_hf(str(tmp_path / "export"))
+    assert (tmp_path / "export" / "config.json").exists()

@@ -171,7 +171,7 @@ class HeldAdapter:
             source = module.slice_lora_b_weights(torch.cat(sources))
             held = pool.B_buffer[kind][number][pool.get_buffer_id(self.name), :, : source.shape[1]]
         wanted = (source >= start) & (source < start + len(out))
-        out[(source[wanted] - start).to(out.device)] = held[wanted.to(held.device)]
+        out[(source[wanted] - start).to(out.device)] = held[wanted.to(held.device)].to(out.device)
 
 
 @dataclass(frozen=True, slots=True)
