@@ -120,7 +120,7 @@ def rows(gpus: Sequence[Gpu]) -> dict[str, Row]:
         "step": Row(
             about="GRPO step of 0.5B, 32 x 8 responses, 256 + 1,024 tokens, vLLM",
             part=Part("step", (*step, "--steps", "3", "--warmup", "2"), TINY, 300, seconds),
-            rivals={"step, s": f"34.3 and 38.0 at the same time, 21.6 to 26.0 on a faster host ({VERL}, H200)"},
+            rivals={"step, s": f"34.3 and 38.0 on the same host, 21.6 to 26.0 on a faster one ({VERL}, H200)"},
             shape="0.5b",
         ),
         "step-kept": Row(

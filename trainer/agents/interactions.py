@@ -71,10 +71,11 @@ class InteractionSession:
             try:
                 result = await self._call(self.interaction.generate_response, deepcopy([*messages]))
                 done, text, score, _ = result
-                if score is not None and (number := finite(score)) is None:
+                number = None if score is None else finite(score)
+                if score is not None and number is None:
                     raise ValueError(f"the score is {score!r}, not a finite number")
                 # A half surrogate pair, as of JSON that is cut off, is no text for a tokenizer.
-                return UserReply(bool(done), str(text).encode(errors="replace").decode(), None if score is None else number)
+                return UserReply(bool(done), str(text).encode(errors="replace").decode(), number)
             except (UserCodeError, TypeError, ValueError) as error:
                 self.error = f"interaction {self.interaction.name}: {error}"
         return UserReply(True, "", None, self.error)

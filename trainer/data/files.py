@@ -101,10 +101,8 @@ def _add_fields(fields: Fields, row: Mapping[str, Any]) -> None:
             known = fields.get(name)
             below = fields[name] = known if isinstance(known, dict) else {}
             _add_fields(below, value)
-        elif value is not None:
-            fields.setdefault(name, type(value).__name__)
-        else:
-            fields.setdefault(name, "null")
+        elif fields.get(name, "null") == "null":
+            fields[name] = "null" if value is None else type(value).__name__
 
 
 def _fields_of(schema: pa.Schema | pa.StructType) -> Fields:
@@ -128,6 +126,8 @@ def check_file(name: str, required: Sequence[str], set_by: str = "") -> int | No
             fields, first = {}, next(_objects(path), None)
             empty = first is None
             _add_fields(fields, first[1] if first is not None else {})
+            # Where the first row has null, others may have an object.
+            required = [column for column in required if fields.get(column.partition(".")[0]) != "null"]
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         raise _unreadable(name, error) from error
     if empty:
@@ -234,8 +234,6 @@ def _check_columns(name: str, fields: Fields, required: Sequence[str], set_by: s
             raise ValueError(f"{name}: no column {column!r}; it has {', '.join(fields)}{advice}")
         kind = fields[column]
         for field in path:
-            if kind == "null":  # of the only rows that are read here; others may have an object
-                break
             if isinstance(kind, str) or field not in kind:
                 there = f"none ({kind})" if isinstance(kind, str) else ", ".join(kind)
                 raise ValueError(f"{name}: column {column!r} has no field {field!r}; it has {there}{advice}")

@@ -125,6 +125,12 @@ def test_errors_name_the_fields_of_all_rows_of_a_json_file(tmp_path: Path) -> No
     mixed = jsonl(tmp_path / "mixed.jsonl", '{"b": null, "extra_info": {}}\n{"b": {"c": 1}, "extra_info": "x"}\n')
     assert len(Rows([mixed], ["b.c"])) == 2
     assert check_file(mixed, ["b.c"]) is None, "the first row has null, others may have objects"
+    nulls = parquet(tmp_path / "nulls.parquet", [{"b": None}])
+    for refused in (lambda: check_file(nulls, ["b.c"]), lambda: Rows([nulls], ["b.c"])):
+        with pytest.raises(ValueError, match=r"column 'b' has no field 'c'; it has none \(null\)"):
+            refused()
+    late = jsonl(tmp_path / "late.jsonl", '{"a": null}\n{"a": 1}\n')
+    assert error_of([late], ["a.c"]) == f"{late}, row 1: a is a int; it must be an object or null"
     with pytest.raises(ValueError, match=r"mixed\.jsonl, row 1: extra_info is a str; it must be an object or null"):
         Rows([mixed], ["b.c"], ["extra_info"])
     with pytest.raises(ValueError, match=r"text\.jsonl, row 0: b is a str"):
