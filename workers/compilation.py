@@ -19,18 +19,15 @@ class CompileTime:
 
     def __init__(self) -> None:
         self.seconds = self._start = 0.0
-        self._counts = False
 
     def count(self) -> None:
-        """Begin to count, once per process."""
-        if self._counts:
-            return
+        """Begin to count; again after ``torch.compiler.reset``, which forgets whom to call back."""
         # Not at the top of the module: it loads torch's compiler, which takes a second.
         from torch._dynamo.callback import callback_handler
 
-        callback_handler.register_start_callback(self._begin)
-        callback_handler.register_end_callback(self._end)
-        self._counts = True
+        if self._begin not in callback_handler.start_callbacks:
+            callback_handler.register_start_callback(self._begin)
+            callback_handler.register_end_callback(self._end)
 
     def take(self) -> float:
         """Return the seconds since the last call."""
