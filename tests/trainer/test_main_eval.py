@@ -1,6 +1,7 @@
 """mean@k, pass@k and maj@k of responses in files, complete runs."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,22 @@ def test_scores_of_a_function_equal_those_of_the_file(tmp_path: Path) -> None:
     assert evaluate(tmp_path, f"data.path={given.parent}", "data.score_key=scores", "trainer.seed=3") == scored
     by_function = f"custom_reward_function.path={tmp_path}/mine.py"  # as in verl's main_eval
     assert evaluate(tmp_path, f"data.path={file}", by_function, "trainer.seed=3") == scored
+
+
+def test_a_source_without_scores_has_counts_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [
+        row | {"data_source": name, "scores": list(passed)}
+        for row, passed, name in zip(ROWS, PASSED, ["all", "b", "", "unnamed"], strict=True)
+    ]
+    rows[1]["scores"] = [None] * 4
+    write_rows(tmp_path / "a.jsonl", rows)
+    found = evaluate(tmp_path, f"data.path={tmp_path}/a.jsonl", "data.score_key=scores", "metrics.k=[4]")
+    assert found["b"] == {"prompts": 1, "answers": 0, "failed": 4}
+    assert {name: (metrics["prompts"], metrics["answers"]) for name, metrics in found.items()} == {
+        "unnamed": (2, 8), "all": (1, 4), "b": (1, 0), "all_": (4, 12)
+    }  # fmt: skip
+    assert found["all"]["mean@4"]["value"] == 3 / 4 and found["all_"]["mean@4"]["value"] == 5 / 12
+    assert re.search(r"b\W+1\W+-\W+-\W+-\W+-\W*\n", capsys.readouterr().out)
 
 
 def test_responses_without_a_score_are_excluded_and_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from trainer.run.run_dir import write_atomic
 from trainer.tracking.formatting import table_console
 from workers.seeding import seed_of
 
-ALL = "all"
+ALL, UNNAMED = "all", "unnamed"
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,19 +122,22 @@ def as_list(value: Any, kind: type | tuple[type, ...], key: str, where: str) -> 
 
 
 def evaluate(prompts: Sequence[Scored], metrics: MetricsConfig, seed: int) -> dict[str, Any]:
-    """Counts, and mean@k, pass@k and maj@k as fields of Interval, per data source and, if there are several, over all.
+    """Counts, and mean@k, pass@k and maj@k as fields of Interval, per data source and, if there are several, over all (ALL, with
+    an underscore behind it if a source has that name). A source without any score has counts only.
 
     A prompt with fewer than k scored responses is excluded from the metrics of k; prompts@k counts the included ones. mean@k is
     the mean over all their responses for every k: the mean of a random subset has the same expectation.
     """
-    groups = {source: [prompt for prompt in prompts if prompt.data_source == source] for source in by_name(prompts)}
+    groups: dict[str, list[Scored]] = {}
+    for prompt in sorted(prompts, key=lambda prompt: prompt.data_source):
+        groups.setdefault(prompt.data_source or UNNAMED, []).append(prompt)
     if len(groups) > 1:
-        groups[ALL] = list(prompts)
-    return {source or "unnamed": of_group(group, metrics, seed) for source, group in groups.items()}
+        groups[_free(ALL, groups)] = list(prompts)
+    return {source: of_group(group, metrics, seed) for source, group in groups.items()}
 
 
-def by_name(prompts: Sequence[Scored]) -> list[str]:
-    return sorted({prompt.data_source for prompt in prompts})
+def _free(name: str, taken: Container[str]) -> str:
+    return _free(f"{name}_", taken) if name in taken else name
 
 
 def of_group(group: Sequence[Scored], metrics: MetricsConfig, seed: int) -> dict[str, Any]:
@@ -145,7 +148,7 @@ def of_group(group: Sequence[Scored], metrics: MetricsConfig, seed: int) -> dict
         "answers": sum(len(prompt.scores) for prompt in group),
         "failed": sum(prompt.failed for prompt in group),
     }
-    for k in metrics.k or ladder(most):
+    for k in (metrics.k or ladder(most)) if most else ():
         having = [prompt for prompt in group if len(prompt.scores) >= k]
         if not having:
             raise ValueError(f"metrics.k={k}: no prompt has that many scored answers, the most are {most}")
@@ -174,6 +177,8 @@ def table(found: Mapping[str, Mapping[str, Any]]) -> Table:
     for header in ("data source", "prompts", "k", "mean@k", "pass@k", "maj@k"):
         drawn.add_column(header, justify="left" if header == "data source" else "right", no_wrap=True)
     for source, metrics in found.items():
+        if not metrics["answers"]:
+            drawn.add_row(source, f"{metrics['prompts']:,}", *["-"] * 4)
         for k in [int(name.partition("@")[2]) for name in metrics if name.startswith("prompts@")]:
             cells = [cell(Interval(**metrics[f"{name}@{k}"])) for name in ("mean", "pass", "maj")]
             drawn.add_row(source, f"{metrics[f'prompts@{k}']:,}", str(k), *cells)

@@ -96,11 +96,18 @@ def _table(rows: Sequence[Row]) -> pa.Table:
     columns = {}
     for name in dict.fromkeys(name for row in rows for name in row):
         try:
-            columns[name] = pa.array([row.get(name) for row in rows], TYPES.get(name))
-        except pa.ArrowException as error:
+            columns[name] = pa.array([_without_empty(row.get(name)) for row in rows], TYPES.get(name))
+        except (pa.ArrowException, OverflowError) as error:
             problem = str(error).splitlines()[0]
             raise ValueError(f"column {name!r} cannot be parquet: {problem}; data.output_format=jsonl takes it") from error
     return pa.table(columns)
+
+
+def _without_empty(value: Any) -> Any:
+    """``value`` with null for each empty object: Parquet has no type for an object without fields."""
+    if isinstance(value, dict):
+        return {name: _without_empty(item) for name, item in value.items()} or None
+    return [_without_empty(item) for item in value] if isinstance(value, list) else value
 
 
 def shard_files(directory: Path) -> list[Path]:

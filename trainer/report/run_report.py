@@ -147,8 +147,16 @@ class ResponsePair:
 
 
 def finish(run_dir: Path) -> None:
-    """Write the final report, whether the run succeeded or failed; print held-out accuracy, balance of pools, and its path."""
-    path, steps = write_report(run_dir), read_metrics(run_dir)
+    """Write the final report, whether the run succeeded or failed; print held-out accuracy, balance of pools, and its path.
+
+    An unreadable file or a full disk is reported in one line: it must not make a failure of a run that succeeded, nor hide the
+    error of one that failed.
+    """
+    try:
+        path, steps = write_report(run_dir), read_metrics(run_dir)
+    except (OSError, ValueError) as error:
+        tell(f"note: {run_dir / REPORT} is not written: {error}")
+        return
     series = series_of(steps)
     if ACCURACY in series:
         accuracies = series[ACCURACY][1]

@@ -47,18 +47,19 @@ class Conversations:
 
         Raises ValueError, one line, for messages that the chat template rejects, and if there is no turn.
         """
-        if not any(message["role"] == "assistant" for message in messages):
-            raise ValueError("the conversation has no turn of the model")
         ids = self._up_to_last_turn(rendered(messages))
         return ids if finished else ids[:-1]
 
     def _up_to_last_turn(self, messages: list[Message]) -> np.ndarray:
-        return self._encoder.chat("the conversation", messages, last=True)[-1].up_to_the_end()
+        row = self._encoder.chat("the conversation", messages, last=True)[-1]
+        if not row.trained.any():
+            raise ValueError("the conversation has no turn of the model")
+        return row.up_to_the_end()
 
 
 def rendered(messages: list[Message]) -> list[Message]:
     """Messages of a session with the fields that a reward model reads."""
-    return [{name: value for name, value in message.items() if name not in NOT_RENDERED} for message in messages]
+    return [{name: message[name] for name in message if name not in NOT_RENDERED} for message in messages]
 
 
 def with_template(tokenizer: PreTrainedTokenizerBase, path: str | None) -> PreTrainedTokenizerBase:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TypedDict
 
 from configs.base.secrets import hidden
-from trainer.run.run_dir import EVENTS, json_line
+from trainer.run.run_dir import EVENTS, LineWriter, json_line
 from workers.controller.logs import tell
 
 
@@ -41,7 +41,8 @@ class Events:
         # An event may report a failing disk; a second failure here must not end the run.
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            with self.path.open("a", encoding="utf-8") as file:
-                file.write(json_line({**event}))
+            file = LineWriter(self.path)
+            file.write(json_line({**event}))
+            file.close()
         except OSError as error:
             tell(f"{self.path}: {error}")

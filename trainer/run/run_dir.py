@@ -152,8 +152,10 @@ class LineWriter:
     """
 
     def __init__(self, path: Path) -> None:
+        """Cut off an incomplete last line of an earlier writer, which the first line written here would continue."""
         self._path = path
         self._file = path.open("ab", buffering=0)
+        self._cut()
         self._left = b""
         self._reported = False
 
@@ -171,8 +173,17 @@ class LineWriter:
             self._reported = False
 
     def close(self) -> None:
+        """Write what is left; what still finds no room is lost, and reported."""
         self.write("")
+        if self._left:
+            tell(f"{self._path}: {len(self._left):,} bytes were not written")
+            self._cut()
         self._file.close()
+
+    def _cut(self) -> None:
+        written = self._path.read_bytes()
+        if not written.endswith(b"\n"):
+            self._file.truncate(written.rfind(b"\n") + 1)
 
 
 def redact(config: Mapping[str, Any]) -> dict[str, Any]:

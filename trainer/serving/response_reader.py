@@ -38,7 +38,12 @@ class ResponseReader:
         self.completion: ChatCompletion | None = None
         """Set when the response has ended."""
         self._tokenizer, self._splitter, self._stop, self._token_text = tokenizer, splitter, stop, token_text
+        self._with_special = with_special
         self._decoder = DecodeStream(skip_special_tokens=not with_special)
+        self._last: int | None = None
+        """Token with which the text last grew."""
+        self._pending: list[int] = []
+        """Tokens after it: bytes that are no character yet."""
         self._turn = turn
         self._text = ""
         self._given = 0
@@ -53,12 +58,11 @@ class ResponseReader:
         # A stop token is no part of the text.
         shown = update.token_ids[:-1] if update.finish_reason == "stop" else update.token_ids
         if not self._stop:
-            step, tokenizer = self._decoder.step, self._tokenizer
-            self._text += "".join([step(tokenizer, token) or "" for token in shown])
+            self._text += "".join(map(self._decoded, shown))
         else:
             for i, token in enumerate(shown):
                 before = len(self._text)
-                self._text += self._decoder.step(self._tokenizer, token) or ""
+                self._text += self._decoded(token)
                 if (found := self._stopped(before)) is not None:
                     self._text, keeps = self._text[: found[0]], i + 1
                     break
@@ -83,6 +87,25 @@ class ResponseReader:
                 more = self._splitter.rest(self.completion.thinking, self.completion.text)
                 thinking, text, calls = thinking + more[0], text + more[1], self.completion.calls
         return Delta(self.index, text, thinking, calls, *new)
+
+    def _decoded(self, token: int) -> str:
+        """Text that ``token`` completes."""
+        try:
+            text = self._decoder.step(self._tokenizer, token)
+        # ByteFallback decodes a run of bytes as a whole: one that is no UTF-8 changes characters of the run that were given out
+        # before, and the stream refuses, with nothing narrower than Exception. It begins again at this token.
+        except Exception:
+            if not self._pending:
+                raise
+            hidden = not self._with_special
+            text = "".join(self._tokenizer.decode([byte], skip_special_tokens=hidden) for byte in self._pending)
+            self._decoder = DecodeStream([] if self._last is None else [self._last], skip_special_tokens=hidden)
+            text += self._decoder.step(self._tokenizer, token) or ""
+        if text is None:
+            self._pending.append(token)
+            return ""
+        self._last, self._pending = token, []
+        return text
 
     def _complete(self, *, truncated: bool, stop_sequence: str | None) -> ChatCompletion:
         thinking, text, calls = "", self._text, tuple[FunctionCall, ...]()

@@ -54,10 +54,12 @@ class ServedScorer:
             if answer.messages is not None:
                 return torch.from_numpy(conversations.ids(answer.messages, answer.solution_str, finished=answer.finished))
             (ids,) = token_ids(conversations.tokenizer, [answer.query], special=False)
-        # One unreadable conversation must not fail the others of its batch: errors of template and token ids become its score's.
-        except (ValueError, TypeError, RuntimeError) as error:
-            return " ".join(str(error).split())
-        return torch.from_numpy(ids).long() if len(ids) else "there is no token to score"
+        # One unreadable conversation must not fail the others of its batch, nor end the server: whatever a client's messages
+        # raise, in the template too, is the error of its score.
+        except Exception as error:
+            what = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+            return what + " ".join(str(error).split())
+        return torch.from_numpy(ids).long()
 
     def _of_rows(self, rows: Sequence[Tensor]) -> list[Score]:
         ids = torch.cat(list(rows))

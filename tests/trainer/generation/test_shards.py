@@ -36,6 +36,21 @@ def test_shards_have_the_same_columns_with_nulls(tmp_path: Path) -> None:
     assert pq.read_schema(tmp_path / "a.parquet") == pq.read_schema(tmp_path / "b.parquet")
 
 
+def test_objects_without_fields_are_null_in_parquet(tmp_path: Path) -> None:
+    """Parquet has no type for them; files of tasks with interactions have them."""
+    call = {"function": {"name": "now", "arguments": {}}}
+    row = ROW | {"prompt": [{"role": "assistant", "tool_calls": [call]}], "extra_info": {"index": 0, "interaction_kwargs": {}}}
+    write_rows(tmp_path / "a.parquet", [row])
+    (found,) = pq.read_table(tmp_path / "a.parquet").to_pylist()
+    assert found["extra_info"] == {"index": 0, "interaction_kwargs": None} and found["responses"] == ROW["responses"]
+    assert found["prompt"][0]["tool_calls"] == [{"function": {"name": "now", "arguments": None}}]
+
+
+def test_a_number_beyond_64_bits_names_its_column(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"column 'extra' cannot be parquet: .*too large.*; data.output_format=jsonl takes it"):
+        write_rows(tmp_path / "a.parquet", [ROW | {"extra": {"a": 10**30}}])
+
+
 def test_torn_shards_are_removed_and_others_kept(tmp_path: Path) -> None:
     first = Shards(tmp_path, "jsonl", 2, {"n": 2})
     write_rows(first.path(0), [ROW])

@@ -105,6 +105,14 @@ def test_mean_of_partial_credits_is_called_a_score(
     assert f"held-out {name} ·" in (tmp_path / "report.html").read_text(encoding="utf-8")
 
 
+def test_a_report_that_cannot_be_written_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It neither makes a failure of a run that succeeded nor hides the error of one that failed."""
+    (make_run(tmp_path) / "samples.jsonl").write_text("torn{\n")
+    finish(tmp_path)
+    line = f"note: {tmp_path}/report.html is not written: {tmp_path}/samples.jsonl, line 1 is not JSON: "
+    assert capsys.readouterr().err.startswith(line)
+
+
 def test_headline_states_the_results(html: str) -> None:
     text = Page(html).text
     for message in (

@@ -1,6 +1,5 @@
 import json
 import math
-import resource
 import struct
 from pathlib import Path
 
@@ -8,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.full_disk import small_files
 from trainer.run.run_dir import (
     GLOBAL_STEP,
     NON_FINITE,
@@ -50,18 +50,33 @@ def test_floats_read_back_equal_bitwise(value: float) -> None:
 
 def test_lines_that_failed_on_a_full_disk_are_written_later(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The kernel's limit on a file's size cuts a line in the middle, as a full disk does."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     lines = LineWriter(tmp_path / "lines")
     lines.write('{"a": 1}\n')
-    resource.setrlimit(resource.RLIMIT_FSIZE, (12, hard))
-    lines.write('{"a": 2}\n')
-    lines.write('{"a": 3}\n')
-    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    with small_files(12):
+        lines.write('{"a": 2}\n')
+        lines.write('{"a": 3}\n')
     assert read_lines(tmp_path / "lines") == [{"a": 1}]
     lines.write('{"a": 4}\n')
     lines.close()
     assert read_lines(tmp_path / "lines") == [{"a": i} for i in (1, 2, 3, 4)]
     assert capsys.readouterr().err.count("File too large; what is not written waits for room") == 1
+
+
+@pytest.mark.parametrize("before", ["", '{"a": 0}\n'])
+def test_lines_that_found_no_room_to_the_end_are_cut_off(before: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Another writer begins a new line: the file stays readable, also if a kill left it torn."""
+    path = tmp_path / "lines"
+    path.write_text(before)
+    lines = LineWriter(path)
+    with small_files(len(before) + 4):
+        lines.write('{"a": 1}\n')
+        lines.close()
+    assert path.read_text() == before and "lines: 5 bytes were not written" in capsys.readouterr().err
+    path.write_text(f'{before}{{"a": ')
+    lines = LineWriter(path)
+    lines.write('{"a": 2}\n')
+    lines.close()
+    assert path.read_text() == f'{before}{{"a": 2}}\n'
 
 
 def test_torn_last_line_is_ignored(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models
 
 from data_preprocess.tiny_model import character_tokenizer
 from trainer.agents.formats import call_format
@@ -69,6 +70,24 @@ def _text(ids: list[int]) -> str:
     plain.add(Update(ids, [0.0] * len(ids), "stop" if ids[-1] == EOS else "length"))
     assert plain.completion is not None
     return plain.completion.text
+
+
+def test_a_run_of_bytes_that_is_no_text_becomes_replacement_characters() -> None:
+    """ByteFallback (Llama 2, Gemma) decodes a run as a whole; a broken one changes what was given out before."""
+    vocabulary = {f"<0x{byte:02X}>": byte for byte in range(256)} | {"a": 256, "<unk>": 257}
+    tokenizer = Tokenizer(models.BPE(vocabulary, [], byte_fallback=True, unk_token="<unk>"))
+    tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    for ids, text in (
+        ([256, 0x0A, 0xE5, 256], "a\n\ufffda"),
+        ([256, 0x0A, 0xE5, 0x0A, 256, 0x0A, 0xFF, 256], "a\n\ufffd\na\n\ufffda"),
+        ([256, 0x0A, 0xE5, 0xA5, 0xBD, 256], "a\n好a"),
+        ([0x0A, 0xE5], "\n"),
+    ):
+        one = ResponseReader(0, [1], tokenizer, None, stop=(), token_text=None, with_special=False, turn=0)
+        for token in ids:
+            one.add(Update([token], [0.0], None))
+        one.add(Update([], [], "length"))
+        assert one.completion is not None and one.completion.text == text
 
 
 def test_what_may_begin_a_stop_string_is_held_back() -> None:

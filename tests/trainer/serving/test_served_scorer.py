@@ -22,6 +22,9 @@ ANSWERS = [
     Response("", "four", None, {}, True, "<user>2 + 2?<eos>\n<assistant>", "four<eos>"),  # as OpenRLHF sends it
     Response("", "x", None, {}, True, messages=[{"content": "no role"}]),
     Response("", "", None, {}, True),
+    Response("", "x", None, {}, True, messages=[{"content": "no role"}], whole=True),
+    Response("", "x", None, {}, True, messages=["no message"], whole=True),
+    Response("", "", None, {}, False, messages=""),
 ]
 
 
@@ -62,6 +65,7 @@ def test_scores_equal_transformers(path: str) -> None:
     assert found[:4] == pytest.approx(by_hand(path).tolist(), abs=1e-5)
     assert len(set(found[:3])) == 3 and found[0] == pytest.approx(found[3], abs=1e-6)
     assert isinstance(found[4], str) and "role" in found[4] and found[5] == "there is no token to score"
+    assert found[6] == found[4] and isinstance(found[7], str) and found[8] == found[5]
 
 
 def test_a_whole_conversation_is_read_up_to_its_last_turn(path: str) -> None:

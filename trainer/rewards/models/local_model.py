@@ -86,6 +86,8 @@ class LocalModel:
         """Check and truncate the ids of a conversation."""
         if isinstance(ids, str):
             return ModelInput(None, error=ids)
+        if not len(ids):
+            return ModelInput(None, error="there is no token to score")
         # An index beyond the embedding is a device-side assertion on CUDA, which ends the process.
         if int(ids.max()) >= self.vocabulary:
             reason = f"the conversation has token {int(ids.max())}, the model's vocabulary {self.vocabulary}"

@@ -1,10 +1,7 @@
 """What ranks write: the same bytes whether training waits or not, and read by any number of ranks, or by none."""
 
 import errno
-import resource
 import socket
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -15,6 +12,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from tests.full_disk import small_files
 from tests.workers.engine.fsdp.cases import exported, train
 from tests.workers.engine.fsdp.test_fsdp_engine_checkpoint import assert_same_bits
 from tests.workers.engine.toy import toy_engine
@@ -131,15 +129,6 @@ def test_a_shard_of_several_files_is_read_by_other_ranks_too(
     assert_same_bits(other._checkpoint_state(), state)
     found = Files(str(tmp_path), "it")
     assert_same_bits({name: found.read(name) for name in found}, state)
-
-
-@contextmanager
-def small_files(limit: int) -> Iterator[None]:
-    """A real limit of the kernel's: writes beyond it fail, as on a full disk."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 @pytest.mark.parametrize("background", [False, True], ids=["waiting", "background"])
