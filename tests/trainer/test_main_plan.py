@@ -66,11 +66,14 @@ def test_alternatives_pass_the_dry_run(task: Path, tmp_path: Path, capsys: pytes
 
 
 def test_lengths_are_read_from_a_run(task: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    lines = [{"response_length/mean": mean, "response_length/max": 4, "prompt_length/mean": 5} for mean in range(1, 21)]
+    means = [number / 4 for number in range(1, 21)]
+    lines = [{"response_length/mean": mean, "response_length/max": 7, "prompt_length/mean": 5} for mean in means]
     metrics = tmp_path / "metrics.jsonl"
     metrics.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     out, err, code = planned(task, tmp_path, capsys, "cluster=1x1xcpu", f"lengths={metrics}", "plans=1")
-    assert code == 0 and "responses of 20 tokens on average, 4 at most" in out, err  # the mean of the last two of 20 lines
+    assert code == 0 and "responses of 5 tokens on average, 7 at most" in out, err  # of the last two of 20 lines
+    out, err, code = planned(task, tmp_path, capsys, "cluster=1x1xcpu", f"lengths={metrics}", "data.max_response_length=6")
+    assert code == 2 and "4.875:7, needs mean <= maximum <= data.max_response_length=6" in err
 
 
 @pytest.mark.parametrize(
@@ -78,7 +81,7 @@ def test_lengths_are_read_from_a_run(task: Path, tmp_path: Path, capsys: pytest.
     [
         ((), "error: cluster=null: the GPUs to plan for are not named; set cluster=2x8xH100"),
         (("cluster=1x1xH10",), "did you mean"),
-        (("cluster=1x1xcpu", "lengths=9:4"), "lengths=9:4: needs mean <= maximum"),
+        (("cluster=1x1xcpu", "lengths=9:4"), "lengths=9:4: 9:4, needs mean <= maximum"),
         (("cluster=1x1xcpu", "lengths=none.jsonl"), "lengths=none.jsonl: no such file"),
         (("cluster=1x1xcpu", "data.train_batch_size=999"), "data.train_batch_size=999"),
         (("cluster=1x1xcpu", "plans=none"), "plans=none: must be a number"),

@@ -226,10 +226,16 @@ def _expected(pattern: re.Pattern[str], text: str, at: int, error: str) -> re.Ma
 def _properties(name: str, tools: Sequence[Schema]) -> dict[str, Schema]:
     for tool in tools:
         if tool["function"]["name"] == name:
-            parameters = tool["function"].get("parameters", {})
-            shared = {key: parameters[key] for key in ("$defs", "definitions") if key in parameters}
-            return {key: shared | value for key, value in parameters.get("properties", {}).items() if isinstance(value, dict)}
+            parameters = _object(tool["function"].get("parameters"))
+            shared: Schema = {key: parameters[key] for key in ("$defs", "definitions") if key in parameters}
+            properties = _object(parameters.get("properties"))
+            return {key: shared | value for key, value in properties.items() if isinstance(value, dict)}
     return {}
+
+
+def _object(value: Any) -> dict[str, Any]:
+    """Some serialisers write an object without fields as [] or null."""
+    return value if isinstance(value, dict) else {}
 
 
 def _after_thinking(text: str) -> Iterator[_Thought | str]:

@@ -20,6 +20,8 @@ from trainer.planner.search import RankedPlan
 STAGED, WRITTEN = 2.9e10, 1.04e10
 """Bytes per second of a node until training continues after a checkpoint: with async_save, a copy in host memory; without it, the
 files (7B on four H200, 91.4 GB: 3.2 s and 8.8 s with the run directory in memory, docs/evidence.md)."""
+LONGEST_ROUND = 1 << 22
+"""Steps of a simulated round, of 8 bytes each: 100 steps and one checkpoint in two days or more often."""
 FAILURES = 2000
 """Simulated failures of an interval: the goodput's standard error is below 1 %."""
 
@@ -47,7 +49,12 @@ class FailureCosts:
         return work / (mean * math.exp(self.restart / mean) * math.expm1((work + self.save) / mean))
 
     def goodput(self, steps: Sequence[float], every: int, seed: int = 0) -> float:
-        """The same share, simulated with steps of these seconds, in turn, and a checkpoint after each ``every`` of them."""
+        """The same share, simulated with steps of these seconds, in turn, and a checkpoint after each ``every`` of them.
+
+        Intervals that are too long for a round over all steps have steps of their mean.
+        """
+        if math.lcm(len(steps), every) > LONGEST_ROUND:
+            steps = [sum(steps) / len(steps)]
         count = math.lcm(len(steps), every)
         work = np.resize(np.asarray(steps), count).reshape(-1, every).sum(1)
         # When each checkpoint of a round over all steps is complete, from the round's start, and the work that it keeps.

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
-from configs.schema.ppo import PPOConfig
+from configs.schema.ppo import DataConfig, PPOConfig
 from trainer.planner.dry_run import measured
 from trainer.planner.failures import FailureCosts, intervals, save_seconds
 from trainer.planner.hardware import GpuCluster
@@ -102,11 +102,7 @@ def lengths_of(words: str | None, config: PPOConfig) -> ResponseLengths:
     if words is None:
         return ResponseLengths(data.max_prompt_length / 2, data.max_response_length, data.max_response_length)
     if found := re.fullmatch(r"(\d+(?:\.\d+)?):(\d+)", words):
-        mean, most = float(found[1]), int(found[2])
-        if mean > most or most > data.max_response_length:
-            limit = f"data.max_response_length={data.max_response_length}"
-            raise ValueError(f"lengths={words}: needs mean <= maximum <= {limit}; change one of them")
-        return ResponseLengths(data.max_prompt_length / 2, mean, most)
+        return _checked(words, ResponseLengths(data.max_prompt_length / 2, float(found[1]), int(found[2])), data)
     if not Path(words).is_file():
         raise ValueError(f"lengths={words}: no such file; name the metrics.jsonl of a run, or mean:maximum, for example 800:4096")
     lines = [json.loads(line) for line in Path(words).read_text().splitlines()]
@@ -116,4 +112,12 @@ def lengths_of(words: str | None, config: PPOConfig) -> ResponseLengths:
     # The last tenth: lengths change while a model learns.
     last = lines[-max(1, len(lines) // 10) :]
     means = {key: sum(line[f"{key}_length/mean"] for line in last) / len(last) for key in ("prompt", "response")}
-    return ResponseLengths(means["prompt"], means["response"], int(max(line["response_length/max"] for line in last)))
+    most = int(max(line["response_length/max"] for line in last))
+    return _checked(words, ResponseLengths(means["prompt"], means["response"], most), data)
+
+
+def _checked(words: str, lengths: ResponseLengths, data: DataConfig) -> ResponseLengths:
+    if not lengths.response <= lengths.most <= data.max_response_length:
+        needs = f"mean <= maximum <= data.max_response_length={data.max_response_length}"
+        raise ValueError(f"lengths={words}: {lengths.response:g}:{lengths.most}, needs {needs}; change one of them")
+    return lengths

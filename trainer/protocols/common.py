@@ -265,13 +265,18 @@ def unicode_text(value: str, path: str) -> str:
     return value
 
 
-def json_value(value: Any, path: str) -> Any:
-    """The value. Raises BadRequest for what is no JSON (NaN, half of a surrogate pair), or nested too deeply."""
+def check_levels(value: Any, path: str) -> None:
+    """Raise BadRequest for a value with more than 50 levels: what handles values, such as pickle, is recursive."""
     level = [value]
     for _ in range(_MOST_LEVELS):
         level = [item for parent in level if isinstance(parent, dict | list) for item in _items_of(parent)]
     if level:
         raise BadRequest(f"{path}: nested too deeply", path)
+
+
+def json_value(value: Any, path: str) -> Any:
+    """The value. Raises BadRequest for what is no JSON (NaN, half of a surrogate pair), or nested too deeply."""
+    check_levels(value, path)
     try:
         json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
     except ValueError as error:

@@ -189,24 +189,24 @@ def _output(request: ChatRequest, completion: ChatCompletion, head: Head) -> lis
     """Items of a complete response: thinking, text, calls."""
     items = []
     if completion.thinking:
-        items.append(_reasoning(head, completion.thinking))
+        items.append(_reasoning(f"rs_{head.id}", completion.thinking))
     if completion.text or not completion.calls:
-        items.append(_message(head, completion.text, token_log_probs(completion) if request.logprobs else []))
+        items.append(_message(f"msg_{head.id}", completion.text, token_log_probs(completion) if request.logprobs else []))
     return items + [_call(head, i, call) for i, call in enumerate(completion.calls)]
 
 
-def _reasoning(head: Head, text: str | None) -> Body:
+def _reasoning(id: str, text: str | None) -> Body:
     """text: None while it is in progress."""
     content = [] if text is None else [{"type": "reasoning_text", "text": text}]
     status = "in_progress" if text is None else "completed"
-    return {"id": f"rs_{head.id}", "type": "reasoning", "status": status, "summary": [], "content": content}
+    return {"id": id, "type": "reasoning", "status": status, "summary": [], "content": content}
 
 
-def _message(head: Head, text: str | None, log_probs: list[Body]) -> Body:
+def _message(id: str, text: str | None, log_probs: list[Body]) -> Body:
     """text: None while it is in progress."""
     status = "in_progress" if text is None else "completed"
     content = [] if text is None else [_text_part(text, log_probs)]
-    return {"id": f"msg_{head.id}", "type": "message", "role": "assistant", "status": status, "content": content}
+    return {"id": id, "type": "message", "role": "assistant", "status": status, "content": content}
 
 
 def _text_part(text: str, log_probs: list[Body]) -> Body:
@@ -256,7 +256,8 @@ class _ResponseEvents:
         out = ""
         if self._open is None or self._open[0] != kind:
             out += self._close()
-            item = _reasoning(self._head, None) if kind == "reasoning" else _message(self._head, None, [])
+            id = self._item_id(kind)
+            item = _reasoning(id, None) if kind == "reasoning" else _message(id, None, [])
             out += self._event("response.output_item.added", output_index=len(self._output), item=item)
             part = {"type": "reasoning_text", "text": ""} if kind == "reasoning" else _text_part("", [])
             out += self._event("response.content_part.added", **self._place(item["id"]), part=part)
@@ -267,19 +268,23 @@ class _ResponseEvents:
         return out + (self._event(name, **self._place(self._item_id(kind)), delta=text, **more) if text else "")
 
     def _item_id(self, kind: str) -> str:
-        return f"{'rs' if kind == 'reasoning' else 'msg'}_{self._head.id}"
+        """A model that thinks after it has written text has a second message behind it."""
+        before = sum(item["type"] == kind for item in self._output)
+        return f"{'rs' if kind == 'reasoning' else 'msg'}_{self._head.id}{f'_{before}' if before else ''}"
 
     def _close(self) -> str:
         """End the item in progress."""
         if self._open is None:
             return ""
         (kind, text), self._open = self._open, None
-        item = _reasoning(self._head, text) if kind == "reasoning" else _message(self._head, text, self._log_probs)
+        id, log_probs = self._item_id(kind), self._log_probs
+        item = _reasoning(id, text) if kind == "reasoning" else _message(id, text, log_probs)
         place = self._place(item["id"])
         if kind == "reasoning":
             out = self._event("response.reasoning_text.done", **place, text=text)
         else:
-            out = self._event("response.output_text.done", **place, text=text, logprobs=self._log_probs)
+            out = self._event("response.output_text.done", **place, text=text, logprobs=log_probs)
+            self._log_probs = []
         out += self._event("response.content_part.done", **place, part=item["content"][0])
         out += self._event("response.output_item.done", output_index=len(self._output), item=item)
         self._output.append(item)

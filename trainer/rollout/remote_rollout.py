@@ -294,8 +294,11 @@ class RolloutFlow:
         """
         results = self._results(every=self._in_step)
         self.new = [one.select((~one.rows["ended"]).nonzero().flatten()) for one in results.values() if "ended" in one.rows]
-        if self.new:
-            results = {replica: one.select(one.rows["ended"].nonzero().flatten()) for replica, one in results.items()}
+        # Where replicas keep no common time, calls that were started with and without ``streams`` may end together.
+        results = {
+            replica: one.select(one.rows["ended"].nonzero().flatten()) if "ended" in one.rows else one
+            for replica, one in results.items()
+        }
         self._scheduler.record(
             {replica: Ended(one.rows["id"].tolist(), one.lengths.tolist()) for replica, one in results.items()}
         )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
@@ -10,6 +9,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 
 from configs.base.secrets import hidden
+from trainer.protocols.common import check_levels, decode_body
 from trainer.rewards.remote import openrlhf_protocol
 from trainer.rewards.scoring import Response, Score
 from trainer.serving.request_checks import RequestError, body_of, check_sender
@@ -39,11 +39,12 @@ def reward_app(
         """Score a request in OpenRLHF's format."""
         try:
             check_sender(request, token)
-            answers = openrlhf_protocol.from_request(json.loads(await body_of(request, most_bytes)))
+            body = decode_body(await body_of(request, most_bytes))
+            check_levels(body, "the body")
+            answers = openrlhf_protocol.from_request(body)
             check(answers)
             return JSONResponse(openrlhf_protocol.to_reply(await scores(answers)))
         except ValueError as error:  # no JSON, not this format, no such data source
-            # Covers JSON syntax, format and unknown data sources.
             return refusal(422, str(error))
         except RequestError as error:
             return refusal(error.status, str(error))

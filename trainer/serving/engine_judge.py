@@ -55,7 +55,11 @@ class EngineJudge:
         return await asyncio.gather(*map(self._score, answers))
 
     async def _score(self, answer: Response) -> Score:
-        ids = self._question(answer)
+        # A response that cannot be put into a prompt fails alone: without a question, or with half of a surrogate pair.
+        try:
+            ids = self._question(answer)
+        except (ValueError, TypeError) as error:
+            return Score(None, {}, str(error))
         if isinstance(ids, str):
             return Score(None, {}, ids)
         try:
@@ -65,7 +69,8 @@ class EngineJudge:
 
     def _question(self, answer: Response) -> list[int] | str:
         """Token ids of reward.judge.prompt, filled in, as a user message; or the reason why there are none."""
-        fields = {"question": answer.prompt} | answer.extra_info
+        # In a parquet file all rows have the fields that one of them has, as nulls.
+        fields = {"question": answer.prompt} | {name: value for name, value in answer.extra_info.items() if value is not None}
         text = prompt(self._config.prompt, answer.solution_str, answer.ground_truth, fields)
         ((_, ids),) = encode(self._tokenizer, [[{"role": "user", "content": text}]], self._template_kwargs)
         if len(ids) > self._longest:

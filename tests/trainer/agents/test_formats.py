@@ -370,6 +370,13 @@ def test_xml_values_have_the_types_of_the_schema_and_are_text_otherwise(key: str
     assert repr(found) == repr([("typed", {key: value})])
 
 
+@pytest.mark.parametrize("parameters", [None, [], {"properties": None}, {"properties": []}, {"properties": "x"}])
+def test_xml_values_are_text_if_the_tool_has_no_schema(parameters: Any) -> None:
+    """Some serialisers write an object without fields as a list."""
+    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    assert good(parse_turn(call_format("qwen3_coder"), XML.render(calls=[("f", {"a": "3"})]), tools)) == [("f", {"a": "3"})]
+
+
 def test_xml_values_have_the_types_of_definitions_that_the_tool_shares() -> None:
     number = {"$ref": "#/$defs/number"}
     parameters = {"type": "object", "properties": {"a": number, "b": True}, "$defs": {"number": {"type": "integer"}}}

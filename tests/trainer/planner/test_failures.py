@@ -1,6 +1,7 @@
 """Goodput under failures: simulated events compared with Daly's closed forms."""
 
 import math
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -21,6 +22,16 @@ def test_simulated_goodput_is_that_of_the_closed_form(hours: float, save: float,
     # Steps of different lengths, with the same mean.
     simulated = costs.goodput([0.8 * step, 1.2 * step, step], every)
     assert simulated == pytest.approx(costs.expected_goodput(every * step), abs=0.02)
+
+
+def test_a_rare_failure_takes_no_more_memory() -> None:
+    """One a year: the interval is no multiple of 1,000 steps, and a round over both is longer than the run of a lifetime."""
+    costs, steps = FailureCosts(8760 * HOUR, 20.0, 180.0), [0.5 + place / 1000 for place in range(1000)]
+    tracemalloc.start()
+    found = costs.goodput(steps, 18_041)
+    assert tracemalloc.get_traced_memory()[1] < 1e8
+    tracemalloc.stop()
+    assert found == pytest.approx(costs.expected_goodput(18_041 * sum(steps) / 1000), abs=0.01)
 
 
 def test_best_simulated_interval_is_about_the_one_of_daly() -> None:

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from tests.trainer.protocols.streams import CALLS, HEAD, completion, stream
+from tests.trainer.protocols.streams import CALLS, HEAD, completion, read, stream
 from trainer.protocols import openai_responses
-from trainer.protocols.common import BadRequest
+from trainer.protocols.common import BadRequest, Delta
 
 TOOL = {"type": "function", "name": "add", "parameters": {"type": "object"}, "strict": False}
 
@@ -113,6 +113,18 @@ def test_events_of_items_are_in_the_order_of_the_sdk() -> None:
         *["output_item.added", "function_call_arguments.delta", "function_call_arguments.done", "output_item.done"] * 2,
         "completed",
     ]  # fmt: skip
+
+
+def test_text_before_and_after_thinking_is_two_messages_with_each_token_once() -> None:
+    request = parse(stream=True, include=["message.output_text.logprobs"])
+    events, whole = openai_responses.events(request, HEAD), completion(text="Hello é", thinking="hm")
+    text = events.start(whole.prompt_token_ids) + events.delta(Delta(0, "Hello", "", (), [7], [-0.5], ["Hello"]))
+    text += events.delta(Delta(0, "", "hm", (), [], [], [])) + events.delta(Delta(0, " é", "", (), [8], [-1.0], [" é"]))
+    *_, (_, data) = read(text + events.finish(0, whole) + events.end())
+    output = data["response"]["output"]
+    assert [item["type"] for item in output] == ["message", "reasoning", "message"] and len({item["id"] for item in output}) == 3
+    parts = [item["content"][0] for item in (output[0], output[2])]
+    assert [(part["text"], [one["logprob"] for one in part["logprobs"]]) for part in parts] == [("Hello", [-0.5]), (" é", [-1.0])]
 
 
 @pytest.mark.parametrize("name", TURNS)

@@ -141,7 +141,10 @@ class ReplicaGroup:
     def stats(self) -> dict[str, float]:
         return {"prompt_tokens": 1.0}
 
-    def advance(self, prompts: Batch | None, sampling: object, steps: int) -> Batch:
+    def advance(
+        self, prompts: Batch | None, sampling: object, steps: int, aborted: Sequence[int] = (), streams: bool = False
+    ) -> Batch:
+        assert not aborted
         rows = {"id": torch.tensor([]), "seed": torch.tensor([])} if prompts is None else prompts.rows
         for id, length in zip(rows["id"].tolist(), rows["seed"].tolist(), strict=True):
             assert id not in self.running, f"request {id} is there already"
@@ -153,7 +156,8 @@ class ReplicaGroup:
                 log_probs.append(float(len(sharing)))
                 if len(log_probs) == length:
                     ended[id] = self.running.pop(id)[1]
-        return self.responses(ended)
+        responses = self.responses(ended)
+        return responses.with_rows(ended=torch.ones(len(responses), dtype=torch.bool)) if streams else responses
 
     def suspend(self) -> Batch:
         responses = self.responses({id: log_probs for id, (_, log_probs) in self.running.items()})
@@ -206,15 +210,17 @@ class Disturbed:
         yield
         self.replaced.append(what)
 
-    def flow(self, lengths: Sequence[int], *, in_step: bool | None = None, replaces: bool = True) -> RolloutFlow:
-        """A flow with requests of these lengths."""
+    def flow(
+        self, lengths: Sequence[int], *, in_step: bool | None = None, replaces: bool = True, admitted: int | None = None
+    ) -> RolloutFlow:
+        """A flow with requests of these lengths, of which the first ``admitted``, or all, are admitted."""
         rows = Batch(
             torch.ones(len(lengths), dtype=torch.int64),
             tokens={"input_ids": torch.arange(len(lengths))},
             rows={"id": torch.arange(len(lengths)), "seed": torch.tensor(lengths)},
         )
         flow = self.rollout.flow(SAMPLING, rows.select, expected=len(lengths), in_step=in_step, replaces=replaces)
-        for row in range(len(lengths)):
+        for row in range(len(lengths) if admitted is None else admitted):
             flow.admit([row], 1)
         return flow
 
@@ -253,6 +259,15 @@ def test_replaced_replica_continues_where_the_first_one_died(
     assert disturbed.replaced == ["replica 1 of rollout"] * len(deaths)
     assert disturbed.trainers.sent == [[0, 1], *[[1]] * len(deaths)]
     assert disturbed.calls[0] == undisturbed.calls[0], "the other replica has no additional call"
+
+
+def test_calls_with_and_without_streams_may_end_together() -> None:
+    """Of a server: a client reads along at one replica, while the call of another one began before."""
+    flow = Disturbed(balance="static").flow([2, 3], in_step=False, admitted=0)
+    for row, streams in ((0, False), (1, True)):
+        flow.admit([row], 1)
+        flow.start(streams=streams)
+    assert sorted(id for part in flow.wait() for id, *_ in rows_of(part)) == [0, 1]
 
 
 def test_replicas_that_do_not_wait_for_each_other_lose_no_response() -> None:

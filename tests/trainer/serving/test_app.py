@@ -62,6 +62,8 @@ def small() -> Iterator[str]:
         (ONE, {"Content-Type": "text/plain"}, 415, "not text/plain"),
         (b"{", JSON, 422, "Expecting property name"),
         (b"\xff", JSON, 422, "can't decode"),
+        (b'{"query": ["a"], "extra_infos": [{"a": ' + b"[" * 60 + b"]" * 60 + b"}]}", JSON, 422, "the body: nested too deeply"),
+        (b"[" * 30_000 + b"]" * 30_000, JSON, 422, "the body is nested too deeply"),
         ({"query": []}, JSON, 422, 'a JSON object with "query"'),
         ({"query": ["a"], "data_sources": ["gsm9k"]}, JSON, 422, "data_source 'gsm9k' has no scorer"),
         (ONE, JSON, 422, "data_source '' has no scorer"),

@@ -99,6 +99,15 @@ def test_judge_reads_the_prompt_with_question_and_response(tmp_path: Path) -> No
     assert found == [Score(None, {}, f"JudgeError: the judge's reply has no `Score: X`: {reply!r}") for reply in plain]
 
 
+def test_a_response_that_has_no_prompt_fails_alone(tmp_path: Path) -> None:
+    """A null question is none: in a parquet file all rows have the fields that one of them has."""
+    with ExitStack() as stack:
+        score = opened(make_judge(tmp_path / "judge", reply="Score: 1"), tmp_path, stack, "reward.judge.max_score=1")
+        null = answer("y", "2+2")._replace(extra_info={"question": None})
+        found = score([answer("x", question="1+1"), null, answer("\ud800", "1+1"), answer("z", "")])
+    assert [one.value for one in found] == [1.0, 1.0, None, 1.0] and found[2].error
+
+
 def test_reply_has_no_stop_token(tmp_path: Path) -> None:
     with ExitStack() as stack:
         (found,) = opened(make_judge(tmp_path / "judge", reply="nope"), tmp_path, stack)([answer("x", "1+1")])

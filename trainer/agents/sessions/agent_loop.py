@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -216,7 +217,10 @@ def _isolated(function: AgentLoop) -> AgentLoop:
     """A user's loop, run in the thread of its session: it may block, and raise anything."""
 
     async def checked(session: AgentSession) -> float | None:
-        reward = await function(session)
+        try:
+            reward = await function(session)
+        finally:
+            _check_json(session)
         number = None if reward is None else finite(reward)
         if reward is not None and number is None:
             raise ValueError(f"the reward is {reward!r:.60}, not a finite number")
@@ -227,3 +231,21 @@ def _isolated(function: AgentLoop) -> AgentLoop:
         return found
 
     return run
+
+
+def _check_json(session: AgentSession) -> None:
+    """Raise ValueError, one line, if ``extra`` or a message is no JSON, as which a checkpoint keeps it; it is taken out."""
+    wrong = [f"extra[{name!r}]" for name, value in session.extra.items() if not _is_json(value)]
+    wrong += [f"messages[{i}]" for i, message in enumerate(session.messages) if not _is_json(message)]
+    session.extra = {name: value for name, value in session.extra.items() if _is_json(value)}
+    session.messages[:] = [message for message in session.messages if _is_json(message)]
+    if wrong:
+        raise ValueError(f"{', '.join(wrong)} of the session must be JSON, for checkpoints; convert numbers of NumPy with int()")
+
+
+def _is_json(value: Any) -> bool:
+    try:
+        json.dumps(value)
+    except (TypeError, ValueError, RecursionError):
+        return False
+    return True

@@ -244,6 +244,8 @@ class ProgramCalls:
     def _stopped(self, request: ChatRequest, turn: SampledTurn) -> tuple[SampledTurn, str | None]:
         """The turn up to the token that completes the first stop text, and this text. What follows was sampled in vain."""
         text, ids = self._session.kit.seams.text, turn.token_ids.tolist()
+        if turn.finish_reason == "stop":
+            del ids[-1]  # a stop token is no part of the text
         whole = text(ids)
         if not any(stop in whole for stop in request.sampling.stop):
             return turn, None

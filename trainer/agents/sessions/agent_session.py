@@ -166,7 +166,7 @@ class AgentSession:
         if stop is not None:
             text = text.partition(stop)[0]
         reply = Reply({"role": "assistant", "content": text}, (), truncated)
-        if tools is not None and not truncated:
+        if tools is not None and (not truncated or stop is not None):
             thinks = opens_thinking(self.tree.nodes[call.node].text or "")
             parsed = parse_turn(self.kit.format, text, tools, turn=number, in_thinking=thinks)
             reply = Reply(parsed.message(), parsed.calls, truncated)

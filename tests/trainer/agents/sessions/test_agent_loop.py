@@ -26,6 +26,8 @@ from tests.trainer.agents.sessions.scripted import (
 from trainer.agents.sessions.agent_loop import LOOPS, AgentLoops
 from trainer.agents.sessions.agent_session import SessionRefused
 from trainer.agents.sessions.protocol import Finished, Journal, SampledTurn, Wanted
+from trainer.agents.sessions.saved_sessions import pack
+from trainer.agents.sessions.session_flow import finished_rows
 from trainer.data.encoding import parsed
 
 
@@ -236,6 +238,10 @@ async def run(session):
         raise KeyError("own")
     if first.message["content"] == "text":
         return "high"
+    if first.message["content"] == "number":
+        session.extra |= {"good": 1, "bad": session.tree}
+        session.messages.append({"role": "user", "content": {1, 2}})
+        return 0.5
     async def number():
         return [3]
     async def nothing(found):
@@ -259,6 +265,10 @@ def test_a_loop_of_the_user_runs_and_its_exceptions_end_its_session_alone(tmp_pa
     raised, wrong = finish(loops, "raise"), finish(loops, "text")
     assert raised.extra == {"error": "KeyError: 'own' (own.py:8)"} and not raised.finished and raised.parts[0].response_mask.any()
     assert wrong.extra["error"].startswith("ValueError: the reward is 'high', not a finite number")
+    other = finish(loops, "number")
+    assert other.extra.pop("error").startswith("ValueError: extra['bad'], messages[2] of the session must be JSON")
+    assert other.extra == {"good": 1} and [message["role"] for message in other.messages] == ["user", "assistant"]
+    pack([finished_rows(1, other, seed=1, restarted=False)], [])
     with pytest.raises(SessionRefused, match=r"data.max_prompt_length=1:"):
         finish(loops, "one", max_prompt=1)
 
