@@ -107,9 +107,10 @@ def normalise(argv: Sequence[str], schema: type, root: str) -> CommandLine:
             continue
         mark = match["mark"] or ""
         tail = "" if match["value"] is None else f"={match['value']}"
-        if name in keys.leaves and bare_type(keys.leaves[name]) is str and re.fullmatch(r"=[\d.]+_[\d.]+", tail):
-            # Two bounds of a rollout correction. Without quotes Hydra parses 0.5_5 as the number 0.55.
-            tail = f"='{tail[1:]}'"
+        if name in keys.leaves and bare_type(keys.leaves[name]) is str:
+            # Two bounds of a rollout correction, a date, a version: without quotes Hydra parses 0.5_5 as 0.55, 1.10 as 1.1.
+            words = tail.removeprefix("=").split(",")
+            tail = tail and "=" + ",".join(f"'{word}'" if _is_another_number(word) else word for word in words)
         if is_group(match["key"]):
             # Hydra refuses + for a group of the defaults list and requires it for any other group.
             group = name.partition("@")[0]
@@ -284,6 +285,14 @@ def _as_value(text: str | None) -> Any:
     with suppress(ConfigError):  # a syntax error is reported when Hydra parses the override
         return parsed("value", text) if text is not None and text.startswith(("{", "[")) else text
     return text
+
+
+def _is_another_number(word: str) -> bool:
+    """Whether ``word`` is a number that is written otherwise when it is text again."""
+    for kind in (int, float):
+        with suppress(ValueError):
+            return str(kind(word)) != word
+    return False
 
 
 def _sets_nothing(name: str, typed: str, value: Any, keys: Keys) -> bool:

@@ -17,7 +17,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from hydra.types import RunMode
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from configs.argv import CommandLine, normalise, shown
@@ -73,8 +73,9 @@ def _tree_of(command: CommandLine, root: str) -> Tree:
 def run_jobs(command: CommandLine, root: str, job: Callable[[Tree, Point | None], Value]) -> list[Result]:
     """Run the command line with Hydra: the job once, once per trial of a sweep, or print the configuration (--cfg, --info).
 
-    In a sweep every job has its own trainer.default_local_dir and trainer.checkpoint.remote_dir, and its return value goes to the
-    sweeper. ``job`` must not raise an Exception. Returns the results of a sweep's jobs, by number. Raises ConfigError.
+    In a sweep every job has its own trainer.default_local_dir, trainer.checkpoint.remote_dir, trainer.export_dir and
+    trainer.rollout_data_dir, and its return value goes to the sweeper. ``job`` must not raise an Exception. Returns the results of
+    a sweep's jobs, by number. Raises ConfigError.
     """
     # The common case skips hydra.main, which composes the configuration twice.
     if not command.flags and not any("hydra" in text for text in command.overrides):
@@ -91,6 +92,10 @@ def run_jobs(command: CommandLine, root: str, job: Callable[[Tree, Point | None]
             checkpoint = tree.trainer.get("checkpoint", {})
             if checkpoint.get("remote_dir") is not None:
                 checkpoint.remote_dir = f"{checkpoint.remote_dir}/{HydraConfig.get().job.num}"
+            for name in ("export_dir", "rollout_data_dir"):
+                # Made of other values, such as the run directory, it is distinct already.
+                if tree.trainer.get(name) is not None and not OmegaConf.is_interpolation(tree.trainer, name):
+                    tree.trainer[name] = f"{tree.trainer[name]}/{HydraConfig.get().job.num}"
         launcher = HydraConfig.get().launcher
         # Only Slurm launchers have signal_delay_s: derive the walltime, so that the run saves before Slurm ends the job.
         if "signal_delay_s" in launcher and tree.trainer.get("walltime", "") is None:

@@ -118,7 +118,9 @@ def _take_engine_arguments(tree: Mapping[str, Any]) -> list[str]:
     rollout = (tree.get("actor_rollout_ref") or {}).get("rollout") or {}
     engine = str(rollout.get("name"))
     known = compat().engine_arguments.get(engine, {})
-    own = (rollout.get("engine_kwargs") or {}).get(engine) or {}
+    given = rollout.get("engine_kwargs")
+    own = given.get(engine) if isinstance(given, Mapping) else None
+    own = own if isinstance(own, dict) else {}
     notes = []
     for name in sorted(own.keys() & known.keys()):
         rollout[known[name]] = own.pop(name)

@@ -146,12 +146,14 @@ def _read(parts: Iterable[Mapping[str, Metric | Sample]]) -> list[dict[str, Metr
 
 
 def plain_numbers(metrics: Mapping[str, Metric | Sample]) -> dict[str, float]:
-    """Return the value of each metric and the quantiles of each sample; extremes and quantiles of empty sets are omitted."""
+    """Return the value of each metric and the quantiles of each sample; those of empty sets, other than sums, are omitted."""
     numbers: dict[str, float] = {}
     (metrics,) = _read([metrics])
     for name, metric in metrics.items():
         if isinstance(metric, Sample):
             numbers |= metric.quantiles(name)
+        elif metric.reduce == "mean" and not metric.count:
+            continue
         elif (metric.reduce, metric.value) not in (("max", float("-inf")), ("min", float("inf"))):
             numbers[name] = float(metric.value)
     return numbers

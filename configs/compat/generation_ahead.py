@@ -205,7 +205,9 @@ def _lengths(typed: Collection[str], value: Value, found: Translation) -> Iterat
             if "trainer.total_training_steps" not in typed:
                 found.sets["trainer.total_training_steps"] = groups // size
             found.replace(f"{GROUPS}={groups}: {groups} prompts are {groups // size} batches of {size}", GROUPS)
-    if _whole(tests):
+    if _whole(tests) and not _whole(value(SYNC_EVERY) or 1):
+        yield f"{TESTS}={tests} counts syncs, and {SYNC_EVERY} is no number: set trainer.test_freq, in steps, instead"
+    elif _whole(tests):
         found.sets["trainer.test_freq"] = tests * (value(SYNC_EVERY) or 1) if tests > 0 else tests
         found.replace(f"{TESTS}={tests} sets trainer.test_freq={found.sets['trainer.test_freq']}: it counts syncs", TESTS)
     if _whole(epochs):

@@ -2,6 +2,7 @@
 
 import json
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,11 +26,15 @@ SEARCHED = "searched"
 """User attribute of the study: its search space and fixed settings."""
 
 
+MOST_IN_VAIN = 3
+"""Launches in a row without a complete trial that end a search: the command is wrong, and not the trials."""
+
+
 class OptunaSweeper(Sweeper):
     """Hydra sweeper that runs the trials of an Optuna study. A trial's number is its job's number and names its run directory.
 
     When a sweep is restarted, interrupted trials are resumed first; then new trials run until ``n_trials`` are complete. Failed
-    trials do not count.
+    trials do not count, and end the search if only they remain (MOST_IN_VAIN).
     """
 
     def __init__(self, n_trials: int, n_jobs: int, sampler: str, seed: int | None) -> None:
@@ -71,12 +76,18 @@ class OptunaSweeper(Sweeper):
             # One at a time: a launch numbers its jobs consecutively, and interrupted trials may have gaps between them.
             elif not self.run(study, [trial], fixed):
                 return
-        left = self.n_trials - len(study.get_trials(states=(TrialState.COMPLETE,)))
-        while left > 0:
-            trials = [study.ask(fixed_distributions=space) for _ in range(min(left, self.n_jobs))]
-            left -= len(trials)
+
+        def n_complete() -> int:
+            return len(study.get_trials(states=(TrialState.COMPLETE,)))
+
+        in_vain = 0
+        while (done := n_complete()) < self.n_trials and in_vain < MOST_IN_VAIN:
+            trials = [study.ask(fixed_distributions=space) for _ in range(min(self.n_trials - done, self.n_jobs))]
             if not self.run(study, trials, fixed):
                 return
+            in_vain = 0 if n_complete() > done else in_vain + 1
+        if in_vain:
+            print(f"the search ends with {done} of {self.n_trials} trials: the last {in_vain} launches failed", file=sys.stderr)
         if study.get_trials(states=(TrialState.COMPLETE,)):
             best = study.best_trial
             print(f"best: trial {best.number}, {self.settings.trainer.objective} with {', '.join(words(best))}")

@@ -130,6 +130,17 @@ def test_two_bounds_joined_by_an_underscore_are_text(typed: str, kept: str) -> N
     assert compose("ppo_trainer", PPOConfig, words).algorithm.rollout_correction.rollout_is_threshold == kept
 
 
+@pytest.mark.parametrize("name", ["2024_01_05", "1.10", "1e3", "007", "2024", "+5", "x_1", "v1.10"])
+def test_a_name_that_looks_like_a_number_is_kept(name: str) -> None:
+    words = list(ppo(f"trainer.experiment_name={name}").overrides)
+    config = compose("ppo_trainer", PPOConfig, words)
+    assert config.trainer.experiment_name == name and config.trainer.default_local_dir == f"runs/{name}"
+
+
+def test_names_of_a_sweep_that_look_like_numbers_are_kept() -> None:
+    assert "trainer.experiment_name='1.10',1.2,'2_0'" in ppo("trainer.experiment_name=1.10,1.2,2_0", "-m").overrides
+
+
 @pytest.mark.parametrize(
     ("typed", "advice"),
     [

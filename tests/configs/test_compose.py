@@ -223,6 +223,20 @@ def test_jobs_of_a_sweep_have_separate_remote_directories(tmp_path: Path, monkey
     assert {one.trainer.checkpoint.remote_dir for one in jobs("-m", "trainer.seed=4,5", "trainer.dry_run=config")} == {None}
 
 
+def test_jobs_of_a_sweep_have_separate_outputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Exported models and dumps of samples have the same names in every job."""
+    monkeypatch.chdir(tmp_path)
+    asked = ("-m", "trainer.seed=4,5", "trainer.dry_run=config", "trainer.default_local_dir=runs/x")
+    assert [one.trainer.rollout_data_dir for one in jobs(*asked, "trainer.rollout_data_dir=d")] == ["d/0", "d/1"]
+    derived = jobs(*asked, "trainer.rollout_data_dir=${trainer.default_local_dir}/d")
+    assert [one.trainer.rollout_data_dir for one in derived] == ["runs/x/0/d", "runs/x/1/d"]
+    assert {one.trainer.rollout_data_dir for one in jobs(*asked)} == {None}
+    command = normalise([*asked, "trainer.export_dir=m"], SFTConfig, "sft_trainer")
+    exported: list[str | None] = []
+    run_jobs(command, "sft_trainer", lambda tree, _: exported.append(load(tree, SFTConfig).config.trainer.export_dir))
+    assert exported == ["m/0", "m/1"]
+
+
 @pytest.mark.parametrize("typed", ["trainer.default_local_dir=a,b", "trainer.default_local_dir=x-${hydra:job.num}"])
 def test_a_sweep_over_run_directories_keeps_their_names(typed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)

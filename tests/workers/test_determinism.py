@@ -2,10 +2,12 @@
 
 import warnings
 
+import pytest
 import torch
 from torch import Tensor
 
 from workers.determinism import deterministic_kernels, make_backward_deterministic
+from workers.engine.out_of_memory import RepeatableOutOfMemory, convert_out_of_memory
 
 
 class State(torch.autograd.Function):
@@ -40,6 +42,28 @@ def test_nondeterministic_kernels_are_named_and_other_warnings_shown() -> None:
         warnings.warn("something else", UserWarning, stacklevel=1)
     assert kernels == {"put_", "Flash Attention"}
     assert [str(warning.message) for warning in shown] == ["something else"]
+
+
+class Full(torch.autograd.Function):
+    """Finds no memory for its backward."""
+
+    @staticmethod
+    def forward(ctx: object, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: object, grad: Tensor) -> Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+def test_a_step_that_is_repeated_after_its_backward_failed_is_not_strict() -> None:
+    """Strict mode would refuse the first nondeterministic kernel of the repeated step."""
+    with deterministic_kernels():
+        attended = Full.apply(torch.ones(3, requires_grad=True))
+        make_backward_deterministic(attended)
+        with pytest.raises(RepeatableOutOfMemory), convert_out_of_memory(lambda: None):
+            attended.sum().backward()
+        assert torch.is_deterministic_algorithms_warn_only_enabled()
 
 
 def test_only_the_backward_of_attention_is_strict() -> None:

@@ -55,6 +55,14 @@ def test_extreme_of_no_values_is_nan() -> None:
     assert plain_numbers({"a": masked_extreme(torch.ones(2), nothing, "min")}) == {}
 
 
+def test_a_mean_of_nothing_is_omitted() -> None:
+    nothing = join_metrics([{"a": Metric.token_mean(torch.ones(2), torch.zeros(2)), "b": Metric.seq_mean(torch.ones(0))}])
+    assert plain_numbers(nothing | {"c": Metric.sum(0.0), "d": Metric.token_mean(torch.zeros(2), torch.ones(2))}) == {
+        "c": 0,
+        "d": 0,
+    }
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_mean_over_tokens_excludes_those_outside_the_mask(value: float) -> None:
     values, mask = torch.tensor([1.0, value, 3.0]), torch.tensor([1.0, 0.0, 1.0])

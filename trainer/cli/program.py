@@ -186,7 +186,7 @@ class Program(Generic[Config]):
                 elif (step := nothing_left(config)) is not None:
                     print(f"the run in {trainer.default_local_dir} ended with step {step}: {NOTHING_LEFT}")
                     return JobEnd(0, "finished")
-            finished = before is not None and before.status == "finished"
+            finished = before is not None and before.status == "finished" and exported(asdict(trainer))
             # A finished trial does not need its inputs any more.
             if not finished and (problems := list(self.inputs(run_config))):
                 raise ConfigError("\n".join(problems))
@@ -274,12 +274,15 @@ def wrapped(text: str, first: str, other: str, broken: str = "") -> str:
 def nothing_left(config: Mapping[str, Any]) -> int | None:
     """Last step of a run that has ended, if the same command would have nothing to do; else None."""
     trainer = config["trainer"]
-    export_dir = trainer.get("export_dir")
-    # A finished run whose exported model is missing still has to export it.
-    exported = export_dir is None or Path(export_dir).expanduser().is_dir()
-    if trainer["resume_mode"] != "auto" or trainer.get("val_only") or not exported:
+    if trainer["resume_mode"] != "auto" or trainer.get("val_only") or not exported(trainer):
         return None
     return ended_with(Path(trainer["default_local_dir"]), config)
+
+
+def exported(trainer: Mapping[str, Any]) -> bool:
+    """Whether there is no model to export or one is there: a finished run whose exported model is missing still exports it."""
+    export_dir = trainer.get("export_dir")
+    return export_dir is None or Path(export_dir).expanduser().is_dir()
 
 
 def in_words(trainer: ProgramConfig) -> str:

@@ -55,8 +55,7 @@ def update(model: RemoteModel, batch: Batch, spec: UpdateSpec, step: int, watch:
     """Run ``epochs`` passes over the step's batch, with one optimizer step per mini-batch.
 
     Returns the mean of each metric over the mini-batches that report it. Mini-batches with a skipped update are excluded, unless
-    all were skipped. A mini-batch without a trained token reports no extremes or quantiles. skipped_updates: number of skipped
-    updates.
+    all were skipped. A mini-batch without a trained token reports no means, extremes or quantiles. skipped_updates: their number.
     """
     history: list[dict[str, float]] = []
     uids, prompt_groups = batch.rows["uid"].tolist(), batch.rows["group"].tolist()

@@ -16,6 +16,7 @@ import cloudpickle
 
 from trainer.run.verl_names import missing, verl_modules
 
+MOST_CHARACTERS = 2000  # of an exception's text: it is kept with its response
 _PREFIX = "user_"  # of module names: keeps them apart from installed modules, and marks a user's frames in a traceback
 
 
@@ -114,4 +115,5 @@ def describe(error: BaseException) -> str:
     own = [at for at in frames if at[0].f_globals.get("__name__", "").rpartition(".")[2].startswith(_PREFIX)]
     frame, line = (own or frames)[-1]
     text = " ".join(str(error).split())
+    text = text if len(text) <= MOST_CHARACTERS else f"{text[:MOST_CHARACTERS]} ..."
     return f"{type(error).__name__}: {text} ({Path(frame.f_code.co_filename).name}:{line}){missing(error)}"

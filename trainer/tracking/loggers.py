@@ -11,6 +11,7 @@ import os
 import re
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -231,8 +232,10 @@ def wandb_can_start(env: Mapping[str, str]) -> bool:
         return True
     host = urlparse(env.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname
     for path in (Path(env["NETRC"]),) if "NETRC" in env else (Path("~/.netrc").expanduser(), Path("~/_netrc").expanduser()):
-        if path.exists() and host is not None and host in netrc.netrc(str(path)).hosts:
-            return True
+        # An unreadable file has no key.
+        with suppress(netrc.NetrcParseError, OSError, UnicodeDecodeError):
+            if host is not None and host in netrc.netrc(str(path)).hosts:
+                return True
     return False
 
 

@@ -8,6 +8,8 @@ from contextlib import contextmanager
 
 import torch
 
+from workers.determinism import leave_strict_mode
+
 # Messages that torch raises as a plain RuntimeError: its CPU allocator, and cuBLAS without memory for its workspace.
 MESSAGES = ("can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED")
 
@@ -38,6 +40,7 @@ def convert_out_of_memory(undo: Callable[[], None] | None) -> Iterator[None]:
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
+        leave_strict_mode()
         traceback.clear_frames(error.__traceback__)  # the frames keep the autograd graph alive
         message = str(error).splitlines()[0]
         if undo is None:

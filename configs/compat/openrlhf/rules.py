@@ -190,6 +190,13 @@ def correction(arguments: Arguments) -> Iterator[Entry]:
         return
     kind = "icepop" if arguments.has("use_icepop") else arguments.text("vllm_is_correction_type")
     bounds, values = arguments.words("vllm_is_truncated_threshold"), arguments.numbers("vllm_is_truncated_threshold")
+    if kind in ("icepop", "seq-mask-tis"):
+        # The versions with these types have two bounds; before them the flag had one.
+        if not arguments.has("vllm_is_truncated_threshold"):
+            bounds, values = ("0.5", "5.0"), [0.5, 5.0]
+        elif len(bounds) != 2:
+            spelt = arguments.spelt("vllm_is_truncated_threshold")
+            raise ConfigError(f"--{spelt} {' '.join(bounds)}: {kind} needs two bounds, for example 0.5 5.0")
     both, remark = "_".join(bounds), ""
     settings = {"rollout_is": "token"}
     if kind == "icepop":

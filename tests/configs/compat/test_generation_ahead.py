@@ -154,6 +154,12 @@ def test_batches_and_lengths() -> None:
     assert found == {"data.train_batch_size": 128, "trainer.total_training_steps": 400, "trainer.test_freq": 8}
 
 
+def test_tests_of_verl_count_syncs_which_a_sweep_does_not_fix() -> None:
+    words = ("actor_rollout_ref.rollout.test_freq=5", "async_training.mode=one_step_off")
+    with pytest.raises(ConfigError, match="counts syncs, and async_training.trigger_parameter_sync_step is no number"):
+        normalise([*words, "-m", "async_training.trigger_parameter_sync_step=1,2"], PPOConfig, "ppo_trainer")
+
+
 def test_command_line_of_the_fully_async_program() -> None:
     config = ppo(
         "data.train_batch_size=0", "data.gen_batch_size=1", "actor_rollout_ref.actor.ppo_mini_batch_size=32",

@@ -85,22 +85,23 @@ def test_restarted_search_resumes_with_the_killed_trial(search: Search) -> None:
     del search.special[4]
     search.jobs = []
     search(*SEARCH, "hydra.sweeper.n_trials=6")
-    assert [number for number, *_ in search.jobs] == [4, 5], "n_trials counts the existing trials"
+    assert [number for number, *_ in search.jobs] == [4, 5, 6, 7], "n_trials counts the existing trials, and no failed ones"
     states = [trial.state for trial in study().trials]
-    assert states == [TrialState.COMPLETE] * 5 + [TrialState.FAIL]
+    assert states == [TrialState.COMPLETE] * 5 + [TrialState.FAIL] * 2 + [TrialState.COMPLETE]
     search(*SEARCH, "hydra.sweeper.n_trials=7")
-    assert [number for number, *_ in search.jobs] == [4, 5, 6, 7] and study().trials[6].state == TrialState.FAIL
-    assert len({job[2:] for job in search.jobs}) == 4, "all trials have different values"
+    assert [number for number, *_ in search.jobs] == [4, 5, 6, 7, 8]
+    assert len({job[2:] for job in search.jobs}) == 5, "all trials have different values"
 
 
 def test_a_trial_killed_before_it_had_values_is_failed(search: Search, capsys: pytest.CaptureFixture[str]) -> None:
-    search.special = {0: None}
-    search(*SEARCH, "hydra.sweeper.n_trials=1")
-    assert "best" not in capsys.readouterr().out, "no trial has a result"
+    search.special = dict.fromkeys(range(6))
+    search(*SEARCH, "hydra.sweeper.n_trials=2", "hydra.sweeper.n_jobs=2")
+    out, err = capsys.readouterr()
+    assert "best" not in out and err.endswith("the search ends with 0 of 2 trials: the last 3 launches failed\n")
     study().ask()
     search(*SEARCH, "hydra.sweeper.n_trials=1")
-    assert [number for number, *_ in search.jobs] == [0, 2]
-    assert [trial.state for trial in study().trials] == [TrialState.FAIL, TrialState.FAIL, TrialState.COMPLETE]
+    assert [number for number, *_ in search.jobs] == [*range(6), 7]
+    assert [trial.state for trial in study().trials] == [TrialState.FAIL] * 7 + [TrialState.COMPLETE]
 
 
 def test_the_same_seed_gives_the_same_trials(search: Search, monkeypatch: pytest.MonkeyPatch) -> None:

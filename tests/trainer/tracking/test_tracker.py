@@ -222,6 +222,11 @@ def test_wandb_gets_metrics_samples_and_the_same_run_on_resume(
     assert dict(zip(columns, rows[0], strict=True)) == sample(0)
 
 
+def test_a_netrc_file_that_cannot_be_read_has_no_key(no_key: Path) -> None:
+    no_key.write_text("machine\n")
+    assert not wandb_can_start({"NETRC": str(no_key)})
+
+
 def test_wandb_key_is_found_in_each_place(no_key: Path) -> None:
     env = {"NETRC": str(no_key)}
     assert not wandb_can_start(env)

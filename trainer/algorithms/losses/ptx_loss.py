@@ -31,6 +31,6 @@ class ActorAndPtxLoss:
         responses = (~is_text[micro_batch.offsets[:-1]]).nonzero().flatten().cpu()
         if not len(responses):
             return loss, metrics
-        policy_outputs = {name: value[~is_text] for name, value in outputs.items()}
+        policy_outputs = {name: outputs[name][~is_text] for name in self.needs}
         policy_loss, policy_metrics = self.policy(policy_outputs, micro_batch.select(responses))
         return loss.to(policy_loss.dtype).masked_scatter(~is_text, policy_loss), metrics | policy_metrics

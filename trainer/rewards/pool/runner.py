@@ -19,11 +19,13 @@ import sys
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence, Sized
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from itertools import islice
 from math import inf
 from types import TracebackType
+
+import psutil
 
 from configs.schema.ppo import ScoringConfig, asks_rules
 from trainer.rewards.pool.worker import check_file, resolve
@@ -37,6 +39,8 @@ _START_LIMIT = 120.0
 _CHUNKS_PER_PROCESS = 4
 """A process gets this part of its share of the waiting responses at a time: slow responses balance out between processes."""
 _MAX_CHUNK = 64
+_PIECE_SECONDS = 5.0
+"""Seconds until the next piece of a message that has arrived in part is due."""
 _CHILD = "import sys; sys.path[:] = {path!r}; from trainer.rewards.pool.worker import main; main({fd}, {parent})"
 
 
@@ -298,6 +302,9 @@ class _Process:
             data = b""
         self.ended = not data
         *lines, self._rest = (self._rest + data).split(b"\n")
+        if self._rest:
+            # It has finished in time, and waited for the runner: a large message does not fit into the socket.
+            self.deadline = max(self.deadline, time.monotonic() + _PIECE_SECONDS)
         return json.loads(b"[" + b",".join(lines) + b"]")
 
     def wait_for_exit(self) -> None:
@@ -308,6 +315,17 @@ class _Process:
             time.sleep(0.001)
 
     def kill(self) -> str:
-        """Kill the process and everything it started; return how it ended."""
+        """Kill the process and everything it started; return how it ended.
+
+        Of a process that has ended, what runs in another session is found no more.
+        """
         self.connection.close()
-        return kill_group(self._popen)
+        started: list[psutil.Process] = []
+        with suppress(psutil.NoSuchProcess):
+            started = psutil.Process(self._popen.pid).children(recursive=True)
+        ending = kill_group(self._popen)
+        # Those in sessions of their own: Popen(start_new_session=True) is common in code that runs programs.
+        for process in started:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+        return ending

@@ -34,9 +34,10 @@ def main(fd: int, parent: int) -> None:
     """
     die_with_parent(parent)
     enable_stack_reports()
-    # A process started by a reward function must not inherit the socket: the runner would never see its end.
+    # A process started or forked by a reward function must not inherit the socket: the runner would never see its end.
     os.set_inheritable(fd, False)
     connection = socket.socket(fileno=fd)
+    os.register_at_fork(after_in_child=partial(_close, connection))
     stream = connection.makefile("rb")
 
     def send(message: object) -> None:
@@ -55,6 +56,12 @@ def main(fd: int, parent: int) -> None:
         while True:
             for score in score_all(function, pickle.load(stream), threads):
                 send((score.value, score.extra, score.error))
+
+
+def _close(connection: socket.socket) -> None:
+    """Close it for good: ``close`` would wait for the file that reads from it."""
+    if (fd := connection.detach()) >= 0:
+        os.close(fd)
 
 
 _KEY = "reward.custom_reward_function"

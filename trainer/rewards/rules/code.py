@@ -80,8 +80,8 @@ def score(answer: str, ground_truth: Any, config: CodeRewardConfig, *, seconds: 
         raise ValueError("the ground truth contains no test")
     start, passed = time.monotonic(), 0
     for test in tests:
-        output_bytes = max(_LEAST_OUTPUT, 2 * len(test.expected) if isinstance(test.expected, str) else 0)
-        limits = JobLimits(config.time_limit, config.memory_limit_mb << 20, output_bytes)
+        expected = test.expected if isinstance(test.expected, str) else json.dumps(test.expected)
+        limits = JobLimits(config.time_limit, config.memory_limit_mb << 20, max(_LEAST_OUTPUT, 2 * len(expected.encode())))
         ok, late = test.run(limits)
         passed += ok
         if not ok and (not config.partial or late):

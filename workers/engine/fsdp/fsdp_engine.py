@@ -37,7 +37,7 @@ from workers.engine.fsdp.sharding import (
     recompute_layers,
     shard,
 )
-from workers.engine.hf.checkpoint import ADAPTER, Shard, load_sharded, save_shard
+from workers.engine.hf.checkpoint import ADAPTER, Shard, load_sharded, remove_weights, save_shard
 from workers.engine.hf.hf_model import (
     DTYPES,
     PackedModel,
@@ -400,6 +400,7 @@ class FSDPEngine(TrainEngine):
             if self._shell is not None:
                 state[name] = weight.to("cpu", self._shell.dtype) if weight.is_floating_point() else weight.cpu()
         if self._shell is not None:  # complete: transformers may give weights other names in files than in the model
+            remove_weights(Path(path))
             self._shell.save_pretrained(path, state_dict=state)
         dist.barrier()
 

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 INDEX = "model.safetensors.index.json"
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # peft's files
 ADAPTER = "adapter."  # prefix of LoRA weights in a checkpoint; peft's names follow
-SHARD = 5 * 10**9  # bytes per file of an exported model, as in transformers
+SHARD = 5 * 10**9  # bytes per file of an exported model that is written from a stream
 FILE = 2 * 10**9  # bytes per file of a checkpoint
 WRITERS = 4  # files that a rank writes concurrently, each hashed in its own thread; training needs cores too
 READERS = 8  # files that a rank reads concurrently
@@ -182,6 +182,7 @@ def write_model(shell: PreTrainedModel | None, weights: Iterable[tuple[str, Tens
     if shell is not None:
         write()
         names = [f"model-{i + 1:05d}-of-{len(written):05d}.safetensors" for i in range(len(written))]
+        remove_weights(directory)
         if len(written) > 1:
             places = {name: file for file, part in zip(names, written, strict=True) for name in part}
             total = sum(tensor.nbytes for part in written for tensor in part.values())
@@ -193,6 +194,12 @@ def write_model(shell: PreTrainedModel | None, weights: Iterable[tuple[str, Tens
         write_description(shell, directory)
     # Other ranks return only when the files exist.
     dist.barrier()
+
+
+def remove_weights(directory: Path) -> None:
+    """Remove the weights of an earlier model: what the new one does not replace, a reader could take for a part of it."""
+    for path in (*directory.glob("model*.safetensors"), directory / INDEX):
+        path.unlink(missing_ok=True)
 
 
 class Files:

@@ -82,6 +82,7 @@ def test_a_reward_function_has_no_counterpart() -> None:
     [
         ("", {"rollout_is": "token", "rollout_is_threshold": "2"}),
         ("--vllm_is_truncated_threshold 0.5 3", {"rollout_is": "token", "rollout_is_threshold": "3"}),
+        ("--use_icepop", {"rollout_is": "token", "rollout_is_threshold": "0.5_5.0"}),
         ("--use_icepop --vllm_is_truncated_threshold 0.5 3", {"rollout_is": "token", "rollout_is_threshold": "0.5_3"}),
         (
             "--vllm_is_correction_type seq-mask-tis --vllm_is_truncated_threshold 0.5 5",
@@ -97,6 +98,15 @@ def test_a_reward_function_has_no_counterpart() -> None:
 def test_is_correction_sets_rollout_correction(flags: str, wanted: dict[str, str]) -> None:
     assert chosen(f"{PPO} --enable_vllm_is_correction {flags}", "algorithm.rollout_correction") == wanted
     assert chosen(PPO + flags, "algorithm.rollout_correction") == {}
+
+
+@pytest.mark.parametrize("kind", ["icepop", "seq-mask-tis"])
+def test_a_correction_that_excludes_needs_two_bounds(kind: str) -> None:
+    """A single bound would truncate weights, which is another algorithm."""
+    line = f"{PPO} --enable_vllm_is_correction --vllm_is_correction_type {kind}"
+    with pytest.raises(ConfigError, match=rf"--vllm_is_truncated_threshold 2: {kind} needs two bounds, for example 0.5 5.0"):
+        settings(f"{line} --vllm_is_truncated_threshold 2")
+    assert "0.5_5.0" in chosen(line, "algorithm.rollout_correction").values() or kind == "seq-mask-tis"
 
 
 @pytest.mark.parametrize(

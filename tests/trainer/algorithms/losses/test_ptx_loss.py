@@ -53,6 +53,14 @@ def plain(path: str, batch: Batch, texts: Batch) -> dict[str, Tensor]:
     return {name: param.grad.clone() for name, param in model.named_parameters()}
 
 
+def test_outputs_of_routers_are_no_outputs_of_tokens(path: str, tmp_path: Path) -> None:
+    batch = stream(tmp_path, COEFFICIENT, ratio=1.0).extend(answers())
+    engine = toy_engine(save_tiny_model(tmp_path / "experts", "qwen3_moe", vocab_size=300), dtype="float64")
+    (share,), (plan,) = cut(batch, 1, max_tokens=500)
+    metrics = engine.train_step(share, plan, loss())
+    assert {"actor/ptx_loss", "actor/pg_loss"} <= metrics.keys()
+
+
 def test_gradient_is_the_sum_of_both_losses_for_any_micro_batches(path: str, tmp_path: Path) -> None:
     batch, texts = answers(), stream(tmp_path, COEFFICIENT, ratio=1.0)
     mixed = texts.extend(batch)

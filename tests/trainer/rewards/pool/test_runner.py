@@ -40,9 +40,17 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
         time.sleep(float(rest))
     if word == "modules":
         return {"score": 0, "torch": "torch" in sys.modules, "numpy": "numpy" in sys.modules}
-    if word == "spawn":
+    if word == "long":
+        raise ValueError("x" * int(rest))
+    if word == "large":
+        return {"score": extra_info["index"], **{f"{i:0>200}": i for i in range(20000)}}
+    if word == "fork":
+        if os.fork() == 0:
+            time.sleep(600)
+        os._exit(1)
+    if word in ("spawn", "session"):
         with open(rest, "w") as file:
-            file.write(str(subprocess.Popen(["sleep", "600"]).pid))
+            file.write(str(subprocess.Popen(["sleep", "600"], start_new_session=word == "session").pid))
         time.sleep(600)
     return {"score": extra_info["index"], "pid": os.getpid(), "finished": extra_info["finished"]}
 
@@ -219,11 +227,31 @@ def test_limit_applies_to_a_response_not_to_its_chunk(rewards: Path) -> None:
         expect(runner.score(answers(*["sleep 0.2"] * 12)), {})  # chunks of three
 
 
-def test_children_of_a_late_response_are_killed(rewards: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", ["spawn", "session"])
+def test_children_of_a_late_response_are_killed(how: str, rewards: Path, tmp_path: Path) -> None:
     noted = tmp_path / "pid"
     with RewardRunner(config(rewards, timeout=0.5)) as runner:
-        expect(runner.score(answers(f"spawn {noted}", "fine")), {0: "timed out"})
+        expect(runner.score(answers(f"{how} {noted}", "fine")), {0: "timed out"})
     wait_until(lambda: not is_alive(int(noted.read_text())))
+
+
+def test_death_of_a_process_is_seen_although_what_it_forked_lives(rewards: Path) -> None:
+    with RewardRunner(config(rewards, timeout=20)) as runner:
+        runner.wait_ready()
+        start = time.monotonic()
+        expect(runner.score(answers("fork", "fine")), {0: "ended with exit code 1"})
+        assert time.monotonic() - start < 10
+
+
+def test_a_large_score_is_not_late_because_the_runner_was_away(rewards: Path) -> None:
+    """Only a part of it fits into the socket; the process waits until the runner reads."""
+    with RewardRunner(config(rewards, num_workers=1, timeout=0.5)) as runner:
+        runner.wait_ready()
+        runner.submit(answers("large", "long 3000000"), [0, 1])
+        time.sleep(1.0)
+        large, long = runner.finish([0, 1])
+    assert large.value == 0 and len(large.extra) == 20_000 and not long.timed_out
+    assert long.error is not None and long.error.startswith("ValueError: xxx") and len(long.error) < 2100
 
 
 def test_processes_load_no_torch(rewards: Path) -> None:

@@ -158,6 +158,18 @@ def test_the_expected_output_may_be_long() -> None:
 
 
 @pytest.mark.parametrize(
+    ("program", "tests"),
+    [
+        (f"print('€' * {1 << 19})", {"inputs": [""], "outputs": ["€" * (1 << 19)]}),
+        ("def f(n): return list(range(n))", {"inputs": ["200000"], "outputs": [list(range(200_000))], "fn_name": "f"}),
+    ],
+    ids=["bytes", "value"],
+)
+def test_the_limit_of_the_output_is_twice_the_expected_bytes(program: str, tests: Any) -> None:
+    assert score_of(program, tests) == 1.0
+
+
+@pytest.mark.parametrize(
     "tests", [{"inputs": [], "outputs": []}, {"inputs": ["1"]}, {"inputs": ["1"], "outputs": []}, "no JSON", []]
 )
 def test_a_ground_truth_without_tests_is_an_error(tests: Any) -> None:

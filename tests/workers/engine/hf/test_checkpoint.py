@@ -35,6 +35,23 @@ def test_a_model_in_as_many_files_as_it_needs(
     assert all(torch.equal(found.read(name), weight) for name, weight in model.named_parameters())
 
 
+@pytest.mark.parametrize("sizes", [(10**9, 20_000), (20_000, 10**9), (20_000, 40_000)])
+def test_a_model_over_an_earlier_one_is_the_only_one(
+    group: None, models: dict[str, str], tmp_path: Path, sizes: tuple[int, int]
+) -> None:
+    """A single file beside several, or an index without its files, would be read as the earlier model, or not at all."""
+    model = plain_model(models["qwen3"])
+    for most in sizes:
+        with torch.no_grad():
+            for weight in model.parameters():
+                weight += 1.0
+        write_model(model, ((name, weight.detach()) for name, weight in model.named_parameters()), tmp_path, most)
+    read = plain_model(str(tmp_path))
+    assert all(torch.equal(weight, read.state_dict()[name]) for name, weight in model.state_dict().items())
+    found = Files(str(tmp_path), "the new one")
+    assert all(torch.equal(found.read(name), weight) for name, weight in model.named_parameters())
+
+
 def test_parts_of_several_ranks_are_one_tensor(tmp_path: Path) -> None:
     """Rows and columns, in whatever order the files are read; and one that is whole in one file."""
     whole = torch.arange(30.0).reshape(5, 6)
