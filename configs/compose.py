@@ -74,8 +74,8 @@ def run_jobs(command: CommandLine, root: str, job: Callable[[Tree, Point | None]
     """Run the command line with Hydra: the job once, once per trial of a sweep, or print the configuration (--cfg, --info).
 
     In a sweep every job has its own trainer.default_local_dir, trainer.checkpoint.remote_dir, trainer.export_dir and
-    trainer.rollout_data_dir, and its return value goes to the sweeper. ``job`` must not raise an Exception. Returns the results of
-    a sweep's jobs, by number. Raises ConfigError.
+    trainer.rollout_data_dir, and its return value goes to the sweeper. ``job`` must not raise an Exception. Returns the results
+    of a sweep's jobs, by number. Raises ConfigError.
     """
     # The common case skips hydra.main, which composes the configuration twice.
     if not command.flags and not any("hydra" in text for text in command.overrides):

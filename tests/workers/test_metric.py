@@ -56,11 +56,9 @@ def test_extreme_of_no_values_is_nan() -> None:
 
 
 def test_a_mean_of_nothing_is_omitted() -> None:
-    nothing = join_metrics([{"a": Metric.token_mean(torch.ones(2), torch.zeros(2)), "b": Metric.seq_mean(torch.ones(0))}])
-    assert plain_numbers(nothing | {"c": Metric.sum(0.0), "d": Metric.token_mean(torch.zeros(2), torch.ones(2))}) == {
-        "c": 0,
-        "d": 0,
-    }
+    zeros, ones = torch.zeros(2), torch.ones(2)
+    nothing = join_metrics([{"a": Metric.token_mean(ones, zeros), "b": Metric.seq_mean(torch.ones(0))}])
+    assert plain_numbers(nothing | {"c": Metric.sum(0.0), "d": Metric.token_mean(zeros, ones)}) == {"c": 0.0, "d": 0.0}
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])

@@ -156,7 +156,7 @@ def test_batches_and_lengths() -> None:
 
 def test_tests_of_verl_count_syncs_which_a_sweep_does_not_fix() -> None:
     words = ("actor_rollout_ref.rollout.test_freq=5", "async_training.mode=one_step_off")
-    with pytest.raises(ConfigError, match="counts syncs, and async_training.trigger_parameter_sync_step is no number"):
+    with pytest.raises(ConfigError, match=r"counts syncs, and async_training.trigger_parameter_sync_step is no number"):
         normalise([*words, "-m", "async_training.trigger_parameter_sync_step=1,2"], PPOConfig, "ppo_trainer")
 
 

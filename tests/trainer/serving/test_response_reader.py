@@ -74,9 +74,11 @@ def _text(ids: list[int]) -> str:
 
 def test_a_run_of_bytes_that_is_no_text_becomes_replacement_characters() -> None:
     """ByteFallback (Llama 2, Gemma) decodes a run as a whole; a broken one changes what was given out before."""
-    vocabulary = {f"<0x{byte:02X}>": byte for byte in range(256)} | {"a": 256, "<unk>": 257}
+    vocabulary = {f"<0x{byte:02X}>": byte for byte in range(256)} | {"a": 256, "▁a": 257, "<unk>": 258}
     tokenizer = Tokenizer(models.BPE(vocabulary, [], byte_fallback=True, unk_token="<unk>"))
-    tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
     for ids, text in (
         ([256, 0x0A, 0xE5, 256], "a\n\ufffda"),
         ([256, 0x0A, 0xE5, 0x0A, 256, 0x0A, 0xFF, 256], "a\n\ufffd\na\n\ufffda"),

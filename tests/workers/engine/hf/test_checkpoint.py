@@ -39,7 +39,7 @@ def test_a_model_in_as_many_files_as_it_needs(
 def test_a_model_over_an_earlier_one_is_the_only_one(
     group: None, models: dict[str, str], tmp_path: Path, sizes: tuple[int, int]
 ) -> None:
-    """A single file beside several, or an index without its files, would be read as the earlier model, or not at all."""
+    """A single file next to several, or an index without its files, would be read as the earlier model, or not at all."""
     model = plain_model(models["qwen3"])
     for most in sizes:
         with torch.no_grad():
