@@ -32,7 +32,7 @@ from configs.validation.rollout import world_size
 from trainer.cli.earlier_runs import in_earlier_directory
 from trainer.cli.sweep import earlier, table
 from trainer.run.errors import CheckFailed, NotSaved, Stopped
-from trainer.run.run_status import ended_with, objective_of
+from trainer.run.run_status import ended_with, has_exported, objective_of
 from trainer.run.timing import program_began
 from workers.controller.group import PhaseTimeout, WorkerError
 
@@ -186,7 +186,7 @@ class Program(Generic[Config]):
                 elif (step := nothing_left(config)) is not None:
                     print(f"the run in {trainer.default_local_dir} ended with step {step}: {NOTHING_LEFT}")
                     return JobEnd(0, "finished")
-            finished = before is not None and before.status == "finished" and exported(asdict(trainer))
+            finished = before is not None and before.status == "finished"
             # A finished trial does not need its inputs any more.
             if not finished and (problems := list(self.inputs(run_config))):
                 raise ConfigError("\n".join(problems))
@@ -274,15 +274,9 @@ def wrapped(text: str, first: str, other: str, broken: str = "") -> str:
 def nothing_left(config: Mapping[str, Any]) -> int | None:
     """Last step of a run that has ended, if the same command would have nothing to do; else None."""
     trainer = config["trainer"]
-    if trainer["resume_mode"] != "auto" or trainer.get("val_only") or not exported(trainer):
+    if trainer["resume_mode"] != "auto" or trainer.get("val_only") or not has_exported(trainer):
         return None
     return ended_with(Path(trainer["default_local_dir"]), config)
-
-
-def exported(trainer: Mapping[str, Any]) -> bool:
-    """Whether there is no model to export or one is there: a finished run whose exported model is missing still exports it."""
-    export_dir = trainer.get("export_dir")
-    return export_dir is None or Path(export_dir).expanduser().is_dir()
 
 
 def in_words(trainer: ProgramConfig) -> str:

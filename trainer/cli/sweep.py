@@ -9,7 +9,7 @@ from typing import Any
 
 from configs.schema.common import RunConfig
 from configs.sweeps.sweep_points import Point, Result
-from trainer.run.run_status import Outcome, earlier_outcome
+from trainer.run.run_status import Outcome, earlier_outcome, has_exported
 
 STATUS_MESSAGES = {
     "finished": "was finished by an earlier start: it is left as it is",
@@ -26,6 +26,9 @@ def earlier(config: Mapping[str, Any], trainer: RunConfig, point: Point) -> Outc
     if trainer.resume_mode == "disable":
         return None
     before = earlier_outcome(Path(trainer.default_local_dir), config)
+    if before is not None and before.status == "finished" and not has_exported(config["trainer"]):
+        print(f"point {point.number} finished, and its exported model is missing: it is exported again", file=sys.stderr)
+        return None
     if before is not None:
         print(f"point {point.number} {STATUS_MESSAGES[before.status]} ({trainer.default_local_dir})", file=sys.stderr)
     return before

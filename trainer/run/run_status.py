@@ -109,3 +109,9 @@ def objective_of(run_dir: Path, objective: str) -> float:
 def last_metrics(run_dir: Path) -> dict[str, float]:
     """Last value of each metric, also of those that the last step does not have."""
     return {name: value for entry in read_metrics(run_dir) for name, value in entry.items()}
+
+
+def has_exported(trainer: Mapping[str, Any]) -> bool:
+    """Whether no model is to be exported, or one is there: a finished run whose exported model is missing exports it again."""
+    export_dir = trainer.get("export_dir")
+    return export_dir is None or Path(export_dir).expanduser().is_dir()

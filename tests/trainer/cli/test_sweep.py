@@ -101,6 +101,15 @@ def test_finished_trial_is_not_run_again(runs: Runs, capsys: pytest.CaptureFixtu
     assert runs("optim.lr=0.1,0.01,0.5") == 2 and runs.begun == ["0", "1"], "inputs are checked for trials that start"
 
 
+def test_finished_trial_without_its_exported_model_is_run_again(runs: Runs, capsys: pytest.CaptureFixture[str]) -> None:
+    words = (GRID, "trainer.export_dir=model")
+    assert runs(*words) == 0
+    Path("model/1").mkdir(parents=True)
+    assert runs(*words) == 0 and runs.begun == ["0", "1", "0"]
+    err = capsys.readouterr().err
+    assert "point 0 finished, and its exported model is missing: it is exported again\n" in err and "point 1 was finished" in err
+
+
 def test_killed_and_failed_trials_are_run_again(runs: Runs, capsys: pytest.CaptureFixture[str]) -> None:
     runs.fail = {0.01: RuntimeError("broken")}
     assert runs("optim.lr=0.1,0.01,0.001") == 1

@@ -99,7 +99,11 @@ def test_values(group: None, models: dict[str, str], tmp_path: Path) -> None:
     (share,), (plan,) = cut(batch, 1, max_tokens=34)
     found = engine.forward(share, plan, {"values"})
     assert found is not None and found.tokens.keys() == {"values"} and found.rows.keys() == {"last_value"}
+    # Of an earlier model in several files, whose index would be read.
+    for name in ("model.safetensors.index.json", "model-00001-of-00002.safetensors"):
+        (tmp_path / name).write_text("{}")
     engine.export_hf(str(tmp_path))
+    assert [path.name for path in tmp_path.glob("model*")] == ["model.safetensors"]
     with torch.no_grad():
         for row, after in enumerate(values_row_by_row(str(tmp_path), share)):
             values = found.split_rows("values")[row]
