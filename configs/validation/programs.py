@@ -9,7 +9,7 @@ from dataclasses import fields, is_dataclass
 from typing import Any, get_args, get_type_hints
 
 from configs.base.keys import ConfigError, did_you_mean
-from configs.reward_models import served_model
+from configs.reward_models import model_key, reward_models, served_model
 from configs.schema.common import Checked, ModelConfig, ShardedConfig, is_ever, is_repeated
 from configs.schema.evaluation import EvaluationConfig
 from configs.schema.generation import GenerationConfig
@@ -508,17 +508,18 @@ def _trust_region_notes(config: PPOConfig) -> Iterator[str]:
 def _ppo_notes(config: PPOConfig, typed: Collection[str]) -> Iterator[str]:
     yield from engine_notes(config.actor_rollout_ref.rollout, typed)
     yield from _lora_notes(config, typed)
-    estimator, correction = config.algorithm.adv_estimator, config.algorithm.rollout_correction
+    yield from _correction_notes(config)
+    yield from _gdpo_notes(config)
+    estimator, rollout = config.algorithm.adv_estimator, config.actor_rollout_ref.rollout
+    if estimator in GROUP_ESTIMATORS and rollout.n > 1 and not rollout.do_sample:
+        yield (
+            f"{ROLLOUT}.do_sample=false: the {rollout.n} responses to a prompt are identical (greedy decoding), so {estimator} "
+            "has no signal from a group; set do_sample=true"
+        )
     if estimator in GROUP_ESTIMATORS and config.actor_rollout_ref.rollout.n == 1:
         yield (
             f"{ROLLOUT}.n=1: {estimator} compares the responses of a group, and a group of one has no baseline; set for example "
             "n=8"
-        )
-    if correction.bypass_mode and correction.loss_type == "ppo_clip" and correction.rollout_is is not None:
-        yield (
-            "algorithm.rollout_correction.rollout_is has no effect with bypass_mode and loss_type=ppo_clip: the ratio "
-            "already uses "
-            "the rollout's log-probs; only loss_type=reinforce uses weights"
         )
     yield from _trust_region_notes(config)
     overlong, most = config.reward.reward_kwargs.overlong_buffer_cfg, config.reward.reward_kwargs.max_resp_len
@@ -538,3 +539,42 @@ def _ppo_notes(config: PPOConfig, typed: Collection[str]) -> Iterator[str]:
         )
     if config.reward.scorer is not None and config.reward.custom_reward_function.path is not None:
         yield f"reward.scorer={config.reward.scorer} has no effect: reward.custom_reward_function computes the scores"
+
+
+def _correction_notes(config: PPOConfig) -> Iterator[str]:
+    correction, key = config.algorithm.rollout_correction, "algorithm.rollout_correction"
+    if correction.bypass_mode and correction.loss_type == "ppo_clip" and correction.rollout_is is not None:
+        yield (
+            f"{key}.rollout_is has no effect with bypass_mode and loss_type=ppo_clip: the ratio already uses the rollout's "
+            "log-probs; only loss_type=reinforce uses weights"
+        )
+    if correction.loss_type == "reinforce" and not correction.bypass_mode:
+        yield f"{key}.loss_type=reinforce has no effect: {key}.bypass_mode=false"
+    mode = config.actor_rollout_ref.actor.policy_loss.loss_mode
+    if correction.bypass_mode and correction.loss_type == "reinforce" and mode != "vanilla":
+        yield f"actor_rollout_ref.actor.policy_loss.loss_mode={mode} has no effect: {key}.loss_type=reinforce is the loss"
+    if correction.rollout_is is None and correction.rollout_is_batch_normalize:
+        yield f"{key}.rollout_is_batch_normalize has no effect: {key}.rollout_is=null"
+    if correction.rollout_rs is None and correction.rollout_rs_threshold is not None:
+        yield f"{key}.rollout_rs_threshold={correction.rollout_rs_threshold} has no effect: {key}.rollout_rs=null"
+
+
+def _gdpo_notes(config: PPOConfig) -> Iterator[str]:
+    """GDPO reads the numbers that the reward function names, and nothing that is added to their sum."""
+    if config.algorithm.adv_estimator != "gdpo":
+        return
+    reward, overlong = config.reward, config.reward.reward_kwargs.overlong_buffer_cfg
+    named = config.algorithm.gdpo_reward_keys or ()
+    changed = [
+        model_key(name, reward)
+        for name, model in reward_models(reward).items()
+        if name in named and (model.normalize is not None or model.clip is not None or model.weight != 1.0)
+    ]
+    added = {
+        "algorithm.use_kl_in_reward": config.algorithm.use_kl_in_reward,
+        "reward.missing_eos_penalty": reward.missing_eos_penalty is not None,
+        "reward.reward_kwargs.overlong_buffer_cfg": overlong.enable,
+        "reward.shaping": reward.shaping.normalize is not None or reward.shaping.clip is not None,
+    }
+    for key in (*(key for key, is_set in added.items() if is_set), *(f"{key}: its weight, normalize or clip" for key in changed)):
+        yield f"{key} has no effect on advantages: algorithm.adv_estimator=gdpo reads only the numbers of gdpo_reward_keys"

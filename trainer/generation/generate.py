@@ -8,6 +8,7 @@ seed is a function of prompt and sample.
 from __future__ import annotations
 
 import hashlib
+import sys
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -122,10 +123,23 @@ def generate(generator: Generator, shards: Shards, missing: Sequence[int], batch
             first = index * batch_size
             # Shards are written as they are complete: a killed run loses one at most.
             rows = generator.rows(range(first, min(first + batch_size, len(generator.data))))
+            check_scores(rows, shards, index)
             write_rows(shards.path(index), rows)
             seconds = time.perf_counter() - started
             console.print(shard_line(rows, index, shards.total, seconds), highlight=False, soft_wrap=True)
             progress.advance(bar)
+
+
+def check_scores(rows: Sequence[Row], shards: Shards, index: int) -> None:
+    """Raise ValueError, with the first error, if all rewards of a shard failed, unless other shards have scores."""
+    scores = [score for row in rows for score in row.get("scores", ())]
+    if not scores or any(score is not None for score in scores):
+        return
+    errors = [error for row in rows for error in row["reward_errors"]]
+    words = f"all {len(scores)} rewards of shard {index} failed; the first: {errors[0]}"
+    if not any(score is not None for row in shards.rows() for score in row["scores"]):
+        raise ValueError(words)
+    print(f"note: {words}", file=sys.stderr)
 
 
 def shard_line(rows: Sequence[Row], index: int, total: int, seconds: float) -> str:
@@ -148,6 +162,8 @@ def select(config: GenerationConfig, shards: Shards) -> None:
     selection = config.selection
     if selection.best_of_n is not None:
         best = [row for row in map(best_of_n, shards.rows()) if row is not None]
+        if not best:
+            raise ValueError(f"selection.best_of_n={selection.best_of_n}: no answer has a score")
         write_rows(Path(selection.best_of_n), best)
         mean = sum(row["scores"][0] for row in best) / len(best)
         print(f"best of {config.actor_rollout_ref.rollout.n}: {selection.best_of_n} ({len(best)} prompts, mean score {mean:.3f})")

@@ -14,7 +14,7 @@ from trainer.generation.shards import Row
 from trainer.rewards.models.reward_models import RewardModels
 from trainer.rewards.remote.remote_rewards import RemoteRewards
 from trainer.rewards.requests import responses_to_score
-from trainer.rewards.scoring import Rewards, check_some_scored
+from trainer.rewards.scoring import Rewards
 from trainer.rollout.remote_rollout import RemoteRollout
 from trainer.rollout.responses import join_responses, prompt_batch, texts_of
 from workers.batch import Batch
@@ -52,10 +52,7 @@ class Generator:
         self.seed = seed
 
     def rows(self, indices: Sequence[int]) -> list[Row]:
-        """Rows with responses to the prompts ``indices``. Each response is seeded by (seed, uid, sample) alone.
-
-        Raises ValueError if all rewards failed.
-        """
+        """Rows with responses to the prompts ``indices``. Each response is seeded by (seed, uid, sample) alone."""
         prompts = [self.data[index] for index in indices]
         asked = [prompt for prompt in prompts for _ in range(self.n)]
         seeds = [seed_of(self.seed, "generation", prompt.uid, sample) for prompt in prompts for sample in range(self.n)]
@@ -79,17 +76,15 @@ class Generator:
     def _scores(self, asked: Sequence[Prompt], texts: Sequence[str], answers: Batch) -> dict[str, list]:
         if self.rewards is None:
             return {}
-        finished = answers.rows["finished"].bool()
         written = responses_to_score(asked, texts, answers, self.tokenizer, for_servers=isinstance(self.rewards, RemoteRewards))
         with self.watchdog.own("reward", "scoring", f"{len(written)} answers"):
             scores = self.rewards.score(written)
         parts = {}
         if self.models is not None:
-            scores, _ = self.models.add(scores, answers, asked, texts, learn_from=torch.zeros_like(finished))
+            scores, _ = self.models.add(scores, answers, asked, texts, learn_from=None)
             # A colocated engine sleeps while the reward model works; it gets its weights again before the next shard.
             self.rollout.rest(self.models.group)
             parts = {"score_parts": [score.extra for score in scores]}
-        check_some_scored(scores, "a shard")
         return {"scores": [score.value for score in scores], "reward_errors": [score.error for score in scores], **parts}
 
     def _of_data(self, index: int, prompt: Prompt) -> Row:

@@ -66,9 +66,8 @@ class Shards:
         return [index for index in range(self.total) if not self.path(index).exists()]
 
     def rows(self) -> Iterator[Row]:
-        """Rows of all shards, in order."""
-        for index in range(self.total):
-            path = self.path(index)
+        """Rows of all shards that are there, in order."""
+        for path in filter(Path.exists, map(self.path, range(self.total))):
             # One shard at a time: all responses need not fit into memory.
             yield from pq.read_table(path).to_pylist() if self.form == "parquet" else read_lines(path)
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from configs.schema.ppo import AlgorithmConfig
-from trainer.algorithms.advantages import AdvantageInputs
+from trainer.algorithms.advantages import ADVANTAGES, AdvantageInputs
 from workers.batch import Batch
 
 COMPUTED_COLUMNS = (
@@ -40,18 +40,24 @@ def advantage_inputs(batch: Batch, rewards: Tensor, config: AlgorithmConfig) -> 
         # A terminated response has no future; only a truncated one is bootstrapped with the critic's value.
         last_value=torch.where(rows["finished"].bool(), 0.0, rows["last_value"]) if bootstraps else None,
         baselines=rows.get("baseline"),
-        rewards=named_rewards(batch.objects["reward_extra"], config.gdpo_reward_keys or ()),
+        rewards=named_rewards(
+            batch.objects["reward_extra"],
+            config.gdpo_reward_keys or (),
+            needed="rewards" in ADVANTAGES.needs(config.adv_estimator),
+        ),
         old_log_probs=tokens.get("old_log_probs"),
         sum_pi_squared=tokens.get("sum_pi_squared"),
         is_weights=tokens.get("is_weights"),
     )
 
 
-def named_rewards(extras: Sequence[Mapping[str, float]], names: Sequence[str]) -> dict[str, Tensor]:
+def named_rewards(extras: Sequence[Mapping[str, float]], names: Sequence[str], *, needed: bool = True) -> dict[str, Tensor]:
     """Reward components by name, float32 (B,) each. extras: numbers that the reward function returned, one dict per response.
 
-    Raises ValueError if a component is missing for any response.
+    needed: by the estimator; raises ValueError if a component is missing for any response. Otherwise it is left out.
     """
+    if not needed:
+        names = [name for name in names if all(name in extra for extra in extras)]
     for name in names:
         silent = next((extra for extra in extras if name not in extra), None)
         if silent is not None:

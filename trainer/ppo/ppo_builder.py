@@ -247,7 +247,13 @@ class Assembly:
         setup = AgentSetup(tokenizer, data.apply_chat_template_kwargs, rollout.multi_turn, rollout.agent, run)
         pool = stack.enter_context(AgentPool(setup))
         in_step = config.async_training.clock == "logical"
-        return AgentSessions(pool, max_prompt=data.max_prompt_length, max_tokens=data.max_response_length, in_step=in_step)
+        return AgentSessions(
+            pool,
+            max_prompt=data.max_prompt_length,
+            max_tokens=data.max_response_length,
+            max_length=rollout.max_model_len or data.max_prompt_length + data.max_response_length,
+            in_step=in_step,
+        )
 
     def loop(
         self, rewards: Rewards, resume: Checkpoint | None, tracker: Tracker, start: Start, agents: AgentSessions | None = None

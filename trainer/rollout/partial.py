@@ -12,7 +12,7 @@ engines compute prompt and beginning again with the new weights. A run that is r
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Container, Generator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
@@ -199,12 +199,15 @@ class PartialRollouts:
         step: int,
         phases: Phases,
         overlap: Overlap | None = None,
+        known: Container[int] = (),
     ) -> Batch:
         """Wait for the scores of ``groups``, which were ``submitted``; see Sampler.finish_scoring and with_penalties."""
         asked = [group.prompt for group in groups for _ in group.responses]
         samples = [sample for group in groups for sample in range(self.buffer.n)]
         batch = in_order(submitted).with_meta({"temperature": sampler.sampling.divisor})
-        batch = sampler.finish_scoring(batch, asked, samples, phases, n=sampler.n, step=step, trains=True, overlap=overlap)
+        batch = sampler.finish_scoring(
+            batch, asked, samples, phases, n=sampler.n, step=step, trains=True, overlap=overlap, known=known
+        )
         return sampler.with_penalties(batch)
 
     def _metrics(self, step: int, taken: Sequence[PendingGroup], batch: Batch, version: int) -> dict[str, float]:
@@ -257,7 +260,8 @@ class FilteredPartialRollouts(PartialRollouts):
                 flow.start()
                 submitted = self._submit(sampler, ended)
             if ended:
-                scored = self._scored(sampler, submitted, ended, step, phases)
+                # Those that have waited were scored in their own step, and are not learned from again.
+                scored = self._scored(sampler, submitted, ended, step, phases, known={group.ordinal for group in waited})
                 kept.add(scored, [group.prompt for group in ended], Fraction(len(ended), round_size))
                 buffer.remove({group.ordinal for group in ended} - kept.ordinals)
             with phases("gen"):

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import chain
+from collections.abc import Mapping, Sequence
+from itertools import chain, starmap
 from typing import Any
 
 import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from trainer.agents.sessions.protocol import TurnPlace
 from trainer.data.dataset import Prompt
 from workers.batch import Batch, repeat_rows
 from workers.roles.rollout_role import decode_responses
@@ -30,10 +31,34 @@ def texts_of(answers: Batch, tokenizer: PreTrainedTokenizerBase) -> list[str]:
 
 
 def decode_sessions(rows: Batch, tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """Everything after the first prompt of each row as text (B), without special tokens: turns and what came between them."""
+    """Everything after the first prompt of each row as text (B), without special tokens: turns and what came between them.
+
+    The text of a session's last row is that of all its rows: each begins with a context that leaves out or changes what was
+    before, so the turns are taken from their rows, and what came between them from the messages.
+    """
     ids, starts = rows.tokens["input_ids"].numpy(), (rows.offsets[:-1] + rows.rows["prompt_length"]).tolist()
     after: list[Any] = [ids[start:end] for start, end in zip(starts, rows.offsets[1:].tolist(), strict=True)]
-    return tokenizer.batch_decode(after, skip_special_tokens=True)
+    texts = tokenizer.batch_decode(after, skip_special_tokens=True)
+    parts = rows.rows["part"].tolist()
+    for last, (part, following) in enumerate(zip(parts, [*parts[1:], 0], strict=True)):
+        if part == 0 or following != 0:
+            continue
+        session, begins = rows.objects["session"][last], rows.offsets[last - part : last + 1].tolist()
+        places = [(begins[turn.part] + turn.start, begins[turn.part] + turn.end) for turn in starmap(TurnPlace, session["turns"])]
+        sampled: list[Any] = [ids[start:end] for start, end in places]
+        turns = tokenizer.batch_decode(sampled, skip_special_tokens=True)
+        texts[last] = _joined(session["messages"], turns) or texts[last]
+    return texts
+
+
+def _joined(messages: Sequence[Mapping[str, Any]], turns: Sequence[str]) -> str | None:
+    """The turns of a conversation with the messages between them, a line each; None if it has branches, with turns of others."""
+    sampled = [i for i, message in enumerate(messages) if message.get("sampled")]
+    if len(sampled) != len(turns):
+        return None
+    own = dict(zip(sampled, turns, strict=True))
+    after = range(sampled[0], len(messages))
+    return "\n".join(own[i] if i in own else str(messages[i].get("content") or "") for i in after)
 
 
 def join_responses(questions: Batch, answers: Batch) -> Batch:

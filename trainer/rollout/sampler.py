@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
@@ -283,12 +283,13 @@ class Sampler:
         step: int,
         trains: bool,
         overlap: Overlap | None,
+        known: Container[int] = (),
     ) -> Batch:
         """Wait for the scores of submitted responses, and add those of reward models.
 
         batch: what ``submit`` returned, ``in_order``; rows["id"] are places in ``asked`` and ``samples`` (B). n: samples before
-        the greedy one. trains: scores update the running moments of reward models. overlap: see ``next_batch``; its columns are
-        added.
+        the greedy one. trains: scores update the running moments of reward models, except those of groups in ``known``
+        (ordinals), which have. overlap: see ``next_batch``; its columns are added.
 
         Returns a batch with these columns:
         tokens: input_ids, response_mask, rollout_log_probs, weight_version; model_rewards if a model scores single tokens.
@@ -304,10 +305,11 @@ class Sampler:
             asked, samples = [asked[i] for i in of_row], [samples[i] for i in of_row]
         del batch.rows["id"], batch.rows["score_key"]
         texts: list[str] = batch.objects.pop("response")
-        scores = self._with_timeout_scores(scores)
+        scores = self._with_timeout_scores(scores, asked)
         if self.models is not None:
             # Neither greedy responses nor validation may change the moments that normalise training scores.
-            learn_from = (torch.tensor(samples) < n) & trains
+            learns = [sample < n and prompt.ordinal not in known for prompt, sample in zip(asked, samples, strict=True)]
+            learn_from = torch.tensor(learns) if trains else None
             of_session = batch.with_rows(trajectory=torch.tensor(of_row))
             judge = partial(self._score_by_models, self.models, scores, of_session, asked, texts, learn_from, phases)
             (scores, at_tokens), columns = (judge(), Batch(batch.lengths)) if overlap is None else overlap(batch, judge)
@@ -316,12 +318,14 @@ class Sampler:
             batch |= columns
             batch = batch if at_tokens is None else batch.with_tokens(model_rewards=at_tokens)
             # Again: reward models on servers can time out as well.
-            scores = self._with_timeout_scores(scores)
+            scores = self._with_timeout_scores(scores, asked)
         ordinals = torch.tensor([prompt.ordinal for prompt in asked])
         # Responses to a prompt are adjacent, from sample 0.
         indices = torch.tensor(of_row) // (max(samples) + 1)
         groups = torch.where(ordinals < 0, indices, ordinals)
-        self.failures.add(step, "training" if trains else "validation", scores)
+        # A session has one score, whatever the number of its rows.
+        of_responses = [scores[i] for i in Trajectories.of(batch.with_rows(trajectory=torch.tensor(of_row))).last.tolist()]
+        self.failures.add(step, "training" if trains else "validation", of_responses)
         score = torch.tensor([0.0 if item.value is None else item.value for item in scores])
         batch.rows |= {
             "uid": torch.tensor([prompt.uid for prompt in asked]),
@@ -364,8 +368,8 @@ class Sampler:
     def _submit_sessions(self, rows: Batch, asked: Sequence[Prompt]) -> Batch:
         """As ``submit``, for rows of sessions, which have their prompts. asked: the prompt of each row.
 
-        A session is scored once, by the text of its last row after the prompt. One with a reward has that; the reward of one that
-        ended with an error has failed.
+        A session is scored once, by its text after the first prompt, which is that of its last row. One with a reward has that;
+        the reward of one that ended with an error has failed.
         """
         self.sessions.append(rows)
         texts, sessions = decode_sessions(rows, self.tokenizer), rows.objects["session"]
@@ -397,10 +401,21 @@ class Sampler:
         scores |= {key: self._scored.pop(key) for key in {*keys} - scores.keys()}
         return [scores[key] for key in keys]
 
-    def _with_timeout_scores(self, scores: Sequence[Score]) -> list[Score]:
-        """Replace the missing value of scores that timed out by ``reward.timeout_score``."""
+    def _with_timeout_scores(self, scores: Sequence[Score], asked: Sequence[Prompt]) -> list[Score]:
+        """Replace the missing value of scores that timed out by ``reward.timeout_score``.
+
+        Where the other scores of a data source have ``acc``, which decides groups and validation, those have 0.
+        """
         late = self.reward.timeout_score
-        return [replace(score, value=late) if score.timed_out and score.value is None else score for score in scores]
+        if late is None:
+            return list(scores)
+        accurate = {prompt.data_source for prompt, score in zip(asked, scores, strict=True) if "acc" in score.extra}
+        return [
+            replace(score, value=late, extra=score.extra | ({"acc": 0.0} if prompt.data_source in accurate else {}))
+            if score.timed_out and score.value is None
+            else score
+            for prompt, score in zip(asked, scores, strict=True)
+        ]
 
     @staticmethod
     def _score_by_models(
@@ -409,7 +424,7 @@ class Sampler:
         answers: Batch,
         asked: Sequence[Prompt],
         texts: list[str],
-        learn_from: Tensor,
+        learn_from: Tensor | None,
         phases: Phases,
     ) -> ScoredResponses:
         """Add the reward models' scores to the rules' scores (B); see RewardModels.add. Of a session they read the last row."""
@@ -421,7 +436,7 @@ class Sampler:
                 answers.select(trajectories.last),
                 [asked[i] for i in last],
                 [texts[i] for i in last],
-                learn_from=learn_from[trajectories.last],
+                learn_from=None if learn_from is None else learn_from[trajectories.last],
             )
         at_tokens = None
         if of_last is not None:

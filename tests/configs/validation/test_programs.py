@@ -464,6 +464,23 @@ def test_keys_without_effect_give_notes() -> None:
     ]
     (note,) = ppo_lines("algorithm=grpo", needs_values=False)
     assert note.startswith(f"{ROLLOUT}.n=1: grpo compares the responses of a group, and a group of one has no baseline")
+    (note,) = ppo_lines("algorithm=grpo", f"{ROLLOUT}.n=4", f"{ROLLOUT}.do_sample=false", needs_values=False)
+    assert note.startswith(f"{ROLLOUT}.do_sample=false: the 4 responses to a prompt are identical (greedy decoding), so grpo has")
+    reinforce, mode = f"{CORRECTION}.loss_type=reinforce", f"{ACTOR}.policy_loss.loss_mode=gspo"
+    assert ppo_lines(reinforce) == [f"{reinforce} has no effect: {CORRECTION}.bypass_mode=false"]
+    assert ppo_lines(reinforce, f"{CORRECTION}.bypass_mode=true", mode) == [f"{mode} has no effect: {reinforce} is the loss"]
+    assert ppo_lines(f"{CORRECTION}.rollout_is_batch_normalize=true", f"{CORRECTION}.rollout_rs_threshold=2") == [
+        f"{CORRECTION}.rollout_is_batch_normalize has no effect: {CORRECTION}.rollout_is=null",
+        f"{CORRECTION}.rollout_rs_threshold=2 has no effect: {CORRECTION}.rollout_rs=null",
+    ]
+    gdpo = ("algorithm.adv_estimator=gdpo", "algorithm.gdpo_reward_keys=[a,m]", f"{ROLLOUT}.n=4")
+    added = ("algorithm.use_kl_in_reward=true", "reward.missing_eos_penalty=1", "reward.shaping.clip=[0,1]")
+    model = "reward.models={m: {path: there, clip: [0, 1]}, n: {path: there, clip: [0, 1]}}"
+    assert [line.partition(" has no effect")[0] for line in ppo_lines(*gdpo, *added, model, needs_values=False)] == [
+        "algorithm.use_kl_in_reward", "reward.missing_eos_penalty", "reward.shaping",
+        "reward.models.m: its weight, normalize or clip",
+    ]  # fmt: skip
+    assert ppo_lines(*gdpo, needs_values=False) == []
     assert ppo_lines(f"{FILTER}.enable=true", "reward.shaping.normalize=group") == [
         f"{FILTER}.enable has no effect: {ROLLOUT}.n=1, and groups of one are always kept",
         f"reward.shaping.normalize=group: {ROLLOUT}.n=1, so every reward becomes 0; use running, which compares with "

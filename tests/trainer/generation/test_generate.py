@@ -1,6 +1,10 @@
+from pathlib import Path
 from typing import Any
 
-from trainer.generation.generate import accepted, best_of_n, pairs
+import pytest
+
+from trainer.generation.generate import accepted, best_of_n, check_scores, pairs
+from trainer.generation.shards import Shards, write_rows
 
 
 def row(*answers: tuple[str, float | None, str]) -> dict[str, Any]:
@@ -26,6 +30,21 @@ def test_best_of_n_is_the_first_response_with_the_highest_score() -> None:
     tied = best_of_n(row(("a", 1.0, "stop"), ("b", 1.0, "stop")))
     assert tied is not None and tied["responses"] == ["a"] and tied["log_probs"] == [0.0]
     assert best_of_n(row(("x", None, "stop"))) is None
+
+
+def test_a_shard_without_scores_ends_the_program_only_if_no_shard_has_any(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its prompts may be those that the reward fails for; a restart would generate the same responses."""
+    shards, lost = Shards(tmp_path, "jsonl", 3, {}), [row(("x", None, "stop"), ("y", None, "stop"))]
+    with pytest.raises(ValueError, match="all 2 rewards of shard 1 failed; the first: broken"):
+        check_scores(lost, shards, 1)
+    write_rows(shards.path(2), [MANY])
+    check_scores(lost, shards, 1)
+    assert capsys.readouterr().err == "note: all 2 rewards of shard 1 failed; the first: broken\n"
+    check_scores([{"responses": ["x"]}], shards, 1)  # nothing is scored
+    check_scores([*lost, MANY], shards, 1)
+    assert capsys.readouterr().err == ""
 
 
 def texts(min_score: float | None, most: int) -> list[str]:

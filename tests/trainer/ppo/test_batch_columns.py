@@ -20,6 +20,16 @@ def test_missing_reward_is_a_one_line_error() -> None:
         named_rewards([{"acc": 1.0, "format": 0.0}, {"acc": 1.0}], ["acc", "format"])
 
 
+def test_rewards_that_the_estimator_does_not_read_may_be_missing() -> None:
+    assert named_rewards([{"acc": 1.0, "format": 0.0}, {"acc": 0.0}], ["acc", "format"], needed=False).keys() == {"acc"}
+    batch = numbered([1, 1]).with_tokens(response_mask=torch.ones(2)).with_rows(group=torch.tensor([0, 0]))
+    batch.objects["reward_extra"] = [{}] * 2
+    words = ["algorithm.gdpo_reward_keys=[acc]", "algorithm.adv_estimator="]
+    assert advantage_inputs(batch, torch.ones(2), compose("ppo_trainer", PPOConfig, [words[0], f"{words[1]}grpo"]).algorithm)
+    with pytest.raises(ValueError, match="reports no acc"):
+        advantage_inputs(batch, torch.ones(2), compose("ppo_trainer", PPOConfig, [words[0], f"{words[1]}gdpo"]).algorithm)
+
+
 def test_groups_with_the_same_prompt_have_baselines_of_their_own() -> None:
     """One data row is in the batch twice, from two epochs."""
     batch = numbered([1] * 6).with_tokens(response_mask=torch.ones(6))

@@ -2,7 +2,8 @@
 
 import random
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -270,6 +271,23 @@ def test_every_ordinal_is_trained_once_dropped_or_in_flight_under_any_schedule(s
         ) < run.max_age
         if numbers.random() < 0.3:
             run.resume(run.state)
+
+
+def test_groups_that_waited_for_a_step_are_learned_from_once(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are scored again in the step that trains them: a checkpoint has no scores."""
+    scored, learned, finish = Counter[int](), Counter[int](), case.sampler.finish_scoring
+
+    def counting(batch: Batch, asked: Sequence[Prompt], *args: Any, known: Container[int], **options: Any) -> Batch:
+        ordinals = {prompt.ordinal for prompt in asked}
+        scored.update(ordinals)
+        learned.update(ordinal for ordinal in ordinals if ordinal not in known)
+        return finish(batch, asked, *args, known=known, **options)
+
+    monkeypatch.setattr(case.sampler, "finish_scoring", counting)
+    run = Run(case, mixture(0), groups=4, max_age=6)
+    for _ in range(8):
+        run.next_batch()
+    assert max(scored.values()) > 1 and set(learned.values()) == {1}
 
 
 @pytest.mark.parametrize("seed", range(100))

@@ -590,8 +590,8 @@ def test_servers_receive_conversations_with_the_prompt_that_has_their_tools(monk
     monkeypatch.setattr(sampler.rewards, "submit", lambda answers, keys: sent.update(zip(keys, answers, strict=True)))
     prompts = [Prompt(uid, (uid,), "1+1", "mine", "2", {}, [{"role": "user", "content": "1+1"}]) for uid in (0, 0, 1)]
     turns = [*prompts[0].messages, {"role": "assistant", "content": "45"}]
-    facts: list[dict[str, Any]] = [{"reward": None, "extra": {"num_turns": 2}, "messages": turns}] * 2
-    facts += [{"reward": 0.5, "extra": {}, "messages": turns}]
+    session: dict[str, Any] = {"reward": None, "extra": {"num_turns": 2}, "messages": turns, "turns": [(1, 5, 7, 0, 0, 9)]}
+    facts = [session, session, session | {"reward": 0.5, "turns": []}]
     rows = Batch(
         lengths=torch.tensor([len(row) for row in ids]),
         tokens={"input_ids": torch.tensor([token for row in ids for token in row])},
@@ -649,8 +649,40 @@ def test_sessions_of_several_rows_reach_reward_models_once(monkeypatch: pytest.M
         {"response": ["x", "y", "z"]},
     )
     asked = [Prompt(0, (0,), "", "mine", "2", {}, [])] * 2
+    again = rows.select([0, 1, 2])
     scored = sampler.finish_scoring(rows, asked, [0, 1], Phases(), n=2, step=1, trains=True, overlap=None)
-    assert models.read[0] == [[3, 4, 5], [6, 7]] and scored.rows["score"].tolist() == [5, 5, 7]
+    assert models.read[0] == [[3, 4, 5], [6, 7]] and scored.rows["score"].tolist() == [5, 5, 7] and models.read[3] == [True, True]
+    known = {asked[0].ordinal}
+    sampler.finish_scoring(again, asked, [0, 1], Phases(), n=2, step=2, trains=True, overlap=None, known=known)
+    assert models.read[3] == [False, False], "scored again, and not learned from"
+
+
+def test_a_failed_session_of_several_rows_is_one_failed_response(monkeypatch: pytest.MonkeyPatch) -> None:
+    sampler = make(["low"], groups=1, per_round=1, cap=None).sampler
+    lost, fine = Score(None, {}, "broken"), Score(1.0, {}, None)
+    monkeypatch.setattr(sampler, "_finish", lambda keys: [lost if key == 8 else fine for key in keys])
+    columns = {"id": [0, 0, 0, 1], "part": [0, 1, 2, 0], "score_key": [8, 8, 8, 9]}
+    rows = Batch(
+        torch.tensor([1, 1, 1, 1]),
+        {"input_ids": torch.tensor([1, 2, 3, 4])},
+        {name: torch.tensor(column) for name, column in columns.items()},
+        {"response": ["x"] * 4},
+    )
+    sampler.finish_scoring(
+        rows, [Prompt(0, (0,), "", "mine", "2", {}, [])] * 2, [0, 1], Phases(), n=2, step=1, trains=True, overlap=None
+    )
+    assert sampler.failures.metrics()["reward/failed_share"] == 0.5
+
+
+def test_a_late_response_is_wrong_where_others_are_right_or_wrong() -> None:
+    """Otherwise the decisive number of a validation, and of filtered groups, would be the score in steps with a timeout."""
+    sampler, late = make(["late"], "timeout_score=-1", groups=1, per_round=1, cap=None).sampler, Score(None, {}, LATE, True)
+    asked = [Prompt(0, (0,), "", source, "", {}, "") for source in ("math", "math", "other", "other")]
+    scores = [Score(-1.0, {"acc": 0.0}, None), late, Score(0.5, {"length": 3.0}, None), late]
+    found = sampler._with_timeout_scores(scores, asked)
+    assert [(score.value, score.extra) for score in found] == [
+        (-1.0, {"acc": 0.0}), (-1.0, {"acc": 0.0}), (0.5, {"length": 3.0}), (-1.0, {})
+    ]  # fmt: skip
 
 
 @given(st.lists(st.tuples(st.integers(1, 5), st.integers(0, 6), st.booleans()), min_size=1, max_size=9))

@@ -145,8 +145,10 @@ async def environment_agent(session: AgentSession) -> float | None:
                     session.mark(reply.message, reward=step.reward)
                 session.messages += step.messages
                 done = session.finished = step.done and environment.error is None
-                limits = (config.max_assistant_turns, config.max_user_turns)
-                if environment.error is not None or session.answered in limits or session.is_full:
+                # A turn of the user is between two of the model: the last reply of the environment is none.
+                n_turns, n_between = session.answered, session.answered - 1
+                reached = n_turns == config.max_assistant_turns or n_between == config.max_user_turns
+                if environment.error is not None or reached or session.is_full:
                     break
         finally:
             session.extra["num_turns"] = 2 * session.answered + 1

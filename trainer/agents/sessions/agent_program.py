@@ -144,7 +144,7 @@ class ProgramCalls:
         except Refused as error:
             raise BadRequest(str(error)) from error
         if self._room(call) < 1:
-            n, limit = len(call.prompt_ids), task.max_prompt + task.max_tokens
+            n, limit = len(call.prompt_ids), min(task.max_prompt + task.max_tokens, task.max_length)
             raise BadRequest(f"the prompt has {n} tokens; the maximum model length is {limit} ({n} + 1 > {limit})")
         self._made += 1
         return call
@@ -153,7 +153,7 @@ class ProgramCalls:
         """Tokens that a call may sample: a row is its first prompt, and at most data.max_response_length tokens after it."""
         task, tree = self._session.task, self._session.tree
         first = len(tree.nodes[tree.path(call.node)[0]].ids)
-        return min(first, task.max_prompt) + task.max_tokens - len(call.prompt_ids)
+        return min(min(first, task.max_prompt) + task.max_tokens, task.max_length) - len(call.prompt_ids)
 
     def _most(self, request: ChatRequest, call: Call) -> int:
         room = self._room(call)

@@ -108,8 +108,8 @@ class AgentSession:
 
     @property
     def is_full(self) -> bool:
-        """Whether the budget of tokens is used up."""
-        return self._used >= self.task.max_tokens
+        """Whether the budget of tokens, or the engine's length, is used up."""
+        return self._used >= self.task.max_tokens or self._context >= self.task.max_length
 
     def give(self, turn: SampledTurn) -> None:
         """Add a sampled turn; nothing if no call waits for it, of before the session began anew."""
@@ -140,11 +140,11 @@ class AgentSession:
         call = self._first_or_next(tools)
         prompt = len(call.prompt_ids)
         observed = max(0, prompt - self._context) if self.answered else 0
-        if self._used + observed >= self.task.max_tokens:
+        most = min(self.task.max_tokens - self._used - observed, self.task.max_length - prompt)
+        if most <= 0:
             return None
         self._used += observed
         self.metrics["tokens/observed"] += observed
-        most = self.task.max_tokens - self._used
         turn = await self._next(call, most)
         reply = self.record(call, turn, tools, number=self.answered - 1, most=most)
         self.append(reply)

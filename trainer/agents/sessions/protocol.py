@@ -9,6 +9,7 @@ The messages have no slots: a frozen class with slots is pickled by Python code,
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -23,7 +24,7 @@ class Task:
     """What a session works on: a row of the data set.
 
     id: of the session. prompt: its messages. agent: name of the loop; None: the configured one. max_prompt: longest first prompt,
-    in tokens. max_tokens: of everything after it, sampled and observed.
+    in tokens. max_tokens: of everything after it, sampled and observed. max_length: of the engine, of a prompt and its turn.
     """
 
     id: int
@@ -34,6 +35,7 @@ class Task:
     agent: str | None
     max_prompt: int
     max_tokens: int
+    max_length: int = sys.maxsize
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ none, and turns that end before it has answered are given to it afterwards: what
 
 from __future__ import annotations
 
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -153,13 +154,16 @@ class Session:
 
 
 class AgentSessions:
-    """Makes sessions of prompts, and flows of them. max_prompt, max_tokens: of a task. in_step: the logical clock."""
+    """Makes sessions of prompts, and flows of them. max_prompt, max_tokens, max_length: of a task. in_step: the logical clock."""
 
-    def __init__(self, pool: Agents, *, max_prompt: int, max_tokens: int, in_step: bool = True) -> None:
+    def __init__(
+        self, pool: Agents, *, max_prompt: int, max_tokens: int, max_length: int = sys.maxsize, in_step: bool = True
+    ) -> None:
         self.pool = pool
         self.in_step = in_step
         self.max_prompt = max_prompt
         self.max_tokens = max_tokens
+        self.max_length = max_length
         self._n = 0
 
     def session(self, id: int, prompt: Prompt, seed: int, greedy: bool) -> Session:
@@ -176,6 +180,7 @@ class AgentSessions:
             agent=prompt.agent,
             max_prompt=self.max_prompt,
             max_tokens=self.max_tokens,
+            max_length=self.max_length,
         )
         return Session(id, task, seed, greedy)
 

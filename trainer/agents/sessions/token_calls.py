@@ -55,10 +55,13 @@ class TokenCalls:
         if self._runs:
             raise SessionEnded("the loop calls generate while another call runs; await one before the next")
         call = session.tree.request_ids(prompt_ids, {"limit": limit})
-        room = len(session.begin(call).prompt_ids) + session.task.max_tokens - len(call.prompt_ids)
+        task = session.task
+        longest = min(len(session.begin(call).prompt_ids) + task.max_tokens, task.max_length)
+        room = longest - len(call.prompt_ids)
         if room < 1:
             raise SessionEnded(
-                f"data.max_response_length={session.task.max_tokens}: the loop's prompt leaves no token for a response"
+                f"data.max_response_length={task.max_tokens}: the loop's prompt leaves no token for a response; both may have "
+                f"{longest} tokens"
             )
         most = min(room, limit or room)
         self._runs = True

@@ -73,11 +73,17 @@ class RewardModels:
         self.group = group
 
     def add(
-        self, rules: Sequence[Score], answers: Batch, prompts: Sequence[Prompt], texts: Sequence[str], *, learn_from: Tensor
+        self,
+        rules: Sequence[Score],
+        answers: Batch,
+        prompts: Sequence[Prompt],
+        texts: Sequence[str],
+        *,
+        learn_from: Tensor | None,
     ) -> tuple[list[Score], Tensor | None]:
         """Add the models' scores to the rules' scores (B); see Scorer for the arguments.
 
-        learn_from: bool (B,), responses that update running moments; none of them: validation.
+        learn_from: bool (B,), responses that update running moments; None: validation.
 
         Returns scores and the part of their values that belongs to single tokens (T,), 0 elsewhere; None without a model that
         scores tokens. value: rule_weight * rule + sum of weight * normalised score; None, with the first error, if a part failed.
@@ -107,13 +113,13 @@ class RewardModels:
         extra = {"acc": score.value} | score.extra if self.asks_rules else score.extra
         return replace(score, value=self.rule_weight * score.value, extra=extra)
 
-    def _normalised(self, model: RewardModel, raw: Sequence[Score], learn_from: Tensor) -> list[float]:
+    def _normalised(self, model: RewardModel, raw: Sequence[Score], learn_from: Tensor | None) -> list[float]:
         """Normalised values, NaN for failed scores; updates running moments."""
         values = torch.tensor([torch.nan if score.value is None else score.value for score in raw], dtype=torch.float64)
         if isinstance(model.moments, RunningMoments):
             # Validation counts raw scores: moments that follow the policy would measure its lead over its own recent past, which
             # tends to 0 while the policy improves.
-            if not learn_from.any():
+            if learn_from is None:
                 return values.tolist()
             model.moments.update(values[learn_from])
         return model.normalised(values).tolist()

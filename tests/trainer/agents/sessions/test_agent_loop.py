@@ -29,6 +29,7 @@ from trainer.agents.sessions.protocol import Finished, Journal, SampledTurn, Wan
 from trainer.agents.sessions.saved_sessions import pack
 from trainer.agents.sessions.session_flow import finished_rows
 from trainer.data.encoding import parsed
+from trainer.rollout.responses import decode_sessions
 
 
 def finish(loops: AgentLoops, *lines: str, model: Model | None = None, **changes: Any) -> Finished:
@@ -121,6 +122,40 @@ def test_the_budget_counts_sampled_and_observed_tokens(tmp_path: Path) -> None:
         within = [end for end, start in zip(ends, starts, strict=True) if end <= budget <= start]
         assert n == (within[0] if within else budget)
         assert found.finished == (budget == longest)
+
+
+def test_the_length_of_the_engine_limits_a_conversation_as_the_budget_does(tmp_path: Path) -> None:
+    """A request that the engine refuses would end the run."""
+    loops, lines = AgentLoops(setup(tmp_path, "tools")), [call("add", a=1), call("later", text="ab " * 9), "end"]
+    (part,) = finish(loops, *lines).parts
+    longest = len(part.input_ids) - part.prompt_length
+    asked: list[Wanted] = []
+
+    def model(wanted: Wanted, turn: int) -> SampledTurn:
+        asked.append(wanted)
+        return sampled(wanted, lines[turn])
+
+    for budget in range(1, longest + 1, 7):
+        asked.clear()
+        by_budget, by_length = ({"max_tokens": budget}, {"max_length": part.prompt_length + budget})
+        assert facts(finish(loops, model=model, **by_length)) == facts(finish(loops, model=model, **by_budget))
+        assert all(len(wanted.prompt_ids) + wanted.max_tokens <= part.prompt_length + budget for wanted in asked)
+
+
+def test_the_text_of_a_session_in_several_rows_is_that_of_all_its_turns(tmp_path: Path) -> None:
+    lines = ["<think>\nab\n</think>\n\none", "<think>\nba\n</think>\n\ntwo"]
+    texts = {}
+    for family in (QWEN3, QWEN25):
+        loops = AgentLoops(setup(tmp_path, "user", family=family))
+        found = finish(loops, model=lambda wanted, turn, family=family: sampled(wanted, lines[turn], family=family))
+        rows = finished_rows(1, found, seed=1, restarted=False)
+        texts[len(rows)] = decode_sessions(rows, family.tokenizer)
+    (whole,), (first, last) = texts[1], texts[2]
+    replies = [message["content"] for message in found.messages if message["role"] == "user"][1:]
+    shown = [line.replace("<think>", "").replace("</think>", "") for line in lines]  # special tokens of the first
+    assert last == f"{shown[0]}\n{replies[0]}\n{shown[1]}\n{replies[1]}" and replies[1]
+    assert shown[0] in first and shown[1] not in first
+    assert all(text in whole for text in (*lines, replies[0]))
 
 
 def test_a_prompt_that_is_too_long_or_refused_is_an_error_of_the_run(tmp_path: Path) -> None:
@@ -220,6 +255,8 @@ def test_messages_have_marks_for_people(tmp_path: Path) -> None:
     )
     found = finish(AgentLoops(setup(tmp_path, environment=f"{tmp_path}/environment.py:Own")), "one", "two")
     assert marked(found) == [*[{}] * 3, {"sampled": True, "reward": -0.5}, {}, {"sampled": True, "reward": -0.5}, {}]
+    limited = setup(tmp_path, environment=f"{tmp_path}/environment.py:Own", max_user_turns=1)
+    assert finish(AgentLoops(limited), *["one"] * 5).metrics["turns"] == 2, "the reply between them is answered"
     (tmp_path / "own.py").write_text(
         "async def run(session):\n    await session.sample()\n    assert 'sampled' not in session.messages[-1]\n"
         "    session.messages[-1] = {**session.messages[-1], 'content': 'changed'}\n    await session.sample()\n"

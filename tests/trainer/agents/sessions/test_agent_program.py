@@ -490,6 +490,17 @@ def test_a_stop_text_ends_a_turn_at_its_token(folder: Path, given: AgentSetup) -
     assert end.metrics["breaks/truncated"] >= 1, "a turn without its stop token is not continued by its tokens"
 
 
+def test_the_length_of_the_engine_is_that_of_the_model(folder: Path, given: AgentSetup) -> None:
+    runner = ProgramRunner(f"{folder}/program.py:line")
+    ends = []
+    for limit in ({}, {"max_length": 30}):
+        found = run(runner, AgentKit(given), [Journal(task(5, **limit))], model=lambda wanted: sampled(wanted, "ab"))
+        ends.append(max(len(part.input_ids) for part in finished(found[5]).parts))
+    assert ends[0] > 30 >= ends[1]
+    status, message = names_of(runner)["ERRORS"][5]
+    assert status == 400 and "the maximum model length is 30" in message
+
+
 def test_more_calls_than_turns_are_refused(folder: Path) -> None:
     limited = setup(folder, max_assistant_turns=2)
     runner = ProgramRunner(f"{folder}/program.py:line")

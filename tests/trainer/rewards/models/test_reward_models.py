@@ -15,7 +15,7 @@ from trainer.rewards.scoring import Score
 from workers.batch import Batch
 
 ROWS = Batch(torch.tensor([2, 3]), tokens={"response_mask": torch.tensor([0.0, 1.0, 0.0, 1.0, 1.0])})
-ALL, NONE = torch.tensor([True, True]), torch.tensor([False, False])
+ALL = torch.tensor([True, True])
 
 
 @dataclass
@@ -41,7 +41,7 @@ def add(
     *,
     weight: float = 1.0,
     rules_asked: bool = True,
-    learn: Tensor = ALL,
+    learn: Tensor | None = ALL,
 ) -> tuple[list[Score], Tensor | None]:
     together = RewardModels(models, rule_weight=weight, asks_rules=rules_asked)
     return together.add(rules, ROWS, [], [], learn_from=learn)
@@ -71,7 +71,7 @@ def test_running_moments_record_training_responses_only() -> None:
     moments = RunningMoments()
     scores, _ = add([model(2.0, 6.0, moments=moments)], [Score(0.0, {}, None)] * 2)
     assert [score.value for score in scores] == [-1.0, 1.0] and (moments.count, moments.mean, moments.std) == (2, 4.0, 2.0)
-    scores, _ = add([model(8.0, 1e9, moments=moments, clip=(-1.0, 1.0), weight=0.5)], [Score(1.0, {}, None)] * 2, learn=NONE)
+    scores, _ = add([model(8.0, 1e9, moments=moments, clip=(-1.0, 1.0), weight=0.5)], [Score(1.0, {}, None)] * 2, learn=None)
     assert [score.value for score in scores] == [1 + 0.5 * 8.0, 1 + 0.5 * 1e9] and moments.count == 2, "a measurement: raw"
     scores, _ = add([model(10.0, 14.0, moments=moments)], [Score(0.0, {}, None)] * 2, learn=torch.tensor([True, False]))
     assert scores[1].value == pytest.approx((14.0 - moments.mean) / moments.std), "normalised with training responses"
@@ -87,7 +87,7 @@ def test_validation_score_rises_with_the_raw_reward() -> None:
         level = 4.0 * (1 - 2.0**-step)
         values = (level - 0.5, level + 0.5)
         add([model(*values, moments=moments)], [Score(0.0, {}, None)] * 2)
-        scores, _ = add([model(*values, moments=moments)], [Score(0.0, {}, None)] * 2, learn=NONE)
+        scores, _ = add([model(*values, moments=moments)], [Score(0.0, {}, None)] * 2, learn=None)
         measured.append(sum(score.value or 0.0 for score in scores) / 2)
     assert measured == sorted(measured) and measured[-1] == pytest.approx(4.0, abs=0.01)
 
