@@ -135,7 +135,8 @@ def test_the_length_of_the_engine_limits_a_conversation_as_the_budget_does(tmp_p
         asked.append(wanted)
         return sampled(wanted, lines[turn])
 
-    for budget in range(1, longest + 1, 7):
+    ends = np.flatnonzero(np.diff(part.response_mask.astype(int)) == -1) + 1 - part.prompt_length
+    for budget in sorted({*range(1, longest + 1, 7), *ends.tolist()}):
         asked.clear()
         by_budget, by_length = ({"max_tokens": budget}, {"max_length": part.prompt_length + budget})
         assert facts(finish(loops, model=model, **by_length)) == facts(finish(loops, model=model, **by_budget))

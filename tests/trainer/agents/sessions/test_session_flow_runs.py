@@ -177,6 +177,12 @@ def test_turns_are_trained_as_they_were_sampled(task: Path, tmp_path: Path) -> N
     assert observed == round(steps[0]["agents/tokens/observed"] * len(masks)) > 0
 
 
+def test_conversations_end_at_the_length_of_the_engine(task: Path, tmp_path: Path) -> None:
+    """The engine refuses a longer request, which would end the run."""
+    run(task, tmp_path, "actor_rollout_ref.rollout.max_model_len=36", "trainer.total_training_steps=1")
+    assert dump(tmp_path, 1)["lengths"].max() == 36
+
+
 @pytest.mark.parametrize(
     ("mode", "engine"),
     [
