@@ -139,6 +139,8 @@ def test_a_name_that_looks_like_a_number_is_kept(name: str) -> None:
 
 def test_names_of_a_sweep_that_look_like_numbers_are_kept() -> None:
     assert "trainer.experiment_name='1.10',1.2,'2_0'" in ppo("trainer.experiment_name=1.10,1.2,2_0", "-m").overrides
+    listed = "trainer.experiment_name=choice(1.2,'1.10',1.30,a)"
+    assert listed in ppo(listed, "-m").overrides, "as written"
 
 
 @pytest.mark.parametrize(

@@ -142,7 +142,12 @@ def run(job: dict[str, Any], prelude: dict[str, Any]) -> str:
         Peer(PEER_FD).serve(look_up)
     assert function is not None
     call = attrgetter(function)(namespace["Solution"]()) if "Solution" in namespace else look_up(function)
-    return json.dumps(call(*job["arguments"]), default=list)
+    return json.dumps(call(*job["arguments"]), default=_plain)
+
+
+def _plain(value: Any) -> Any:
+    """What JSON has for a value that it does not know: a list of an iterable, also of NumPy's, and a number of NumPy's."""
+    return value.tolist() if hasattr(value, "tolist") else list(value)
 
 
 def _finish(namespace: dict[str, Any], prelude: dict[str, Any]) -> None:

@@ -74,6 +74,15 @@ def test_functions_that_are_called(program: str) -> None:
     assert score_of(program, CALLS) == 1.0
 
 
+@pytest.mark.parametrize(
+    ("returned", "expected"),
+    [("np.int64(7)", 7), ("np.arange(6).reshape(2, 3)", [[0, 1, 2], [3, 4, 5]]), ("[np.bool_(True), np.int32(2)]", [True, 2])],
+)
+def test_values_of_numpy_are_those_of_python(returned: str, expected: Any) -> None:
+    tests = {"inputs": ["1"], "outputs": [expected], "fn_name": "f"}
+    assert score_of(f"import numpy as np\ndef f(n):\n    return {returned}", tests) == 1.0
+
+
 def test_return_value_is_compared_as_json() -> None:
     tests = {"inputs": ["[3, 1]"], "outputs": ["[[1, 3]]"], "fn_name": "f"}
     assert score_of("def f(x): return tuple(sorted(x))", tests) == 1.0
