@@ -69,6 +69,11 @@ def test_scores_of_a_function_equal_those_of_the_file(tmp_path: Path) -> None:
     assert evaluate(tmp_path, f"data.path={file}", by_function, "trainer.seed=3") == scored
 
 
+def test_a_path_that_does_not_exist_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main_eval.PROGRAM([f"data.path={tmp_path}/nope", f"trainer.default_local_dir={tmp_path}/out"]) == 2
+    assert f"error: data.path={tmp_path}/nope: no such file or directory" in capsys.readouterr().err
+
+
 def test_a_source_without_scores_has_counts_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = [
         row | {"data_source": name, "scores": list(passed)}

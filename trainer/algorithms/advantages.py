@@ -10,7 +10,7 @@ R below is the score of a response: the sum of all its token rewards. A group is
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from torch import Tensor
 from configs.schema.ppo import AlgorithmConfig
 from trainer.algorithms.registry import Registry
 from trainer.algorithms.segments import discounted_to_come, group_ids, row_ids, sum_by, sum_rows, whiten
+from trainer.run.user_code import describe
 from workers.batch import counts_in, repeat_rows
 
 
@@ -96,6 +97,24 @@ class Advantages:
 
 AdvantageFn = Callable[[AdvantageInputs, AlgorithmConfig], Advantages]
 ADVANTAGES: Registry[AdvantageFn] = Registry("algorithm.adv_estimator")
+
+
+def estimated(inputs: AdvantageInputs, config: AlgorithmConfig) -> Advantages:
+    """Advantages and returns by algorithm.adv_estimator. Raises ValueError, one line, for errors of a user's function."""
+    try:
+        found: Any = ADVANTAGES[config.adv_estimator](inputs, config)
+    except Exception as error:  # a user's function may raise anything
+        if ".py:" not in config.adv_estimator:
+            raise
+        raise ValueError(f"algorithm.adv_estimator={config.adv_estimator}: {describe(error)}") from error
+    returned = f"algorithm.adv_estimator={config.adv_estimator} returned"
+    if not isinstance(found, Advantages):
+        raise ValueError(f"{returned} a {type(found).__name__}; return inputs.outcome(values) or Advantages(advantages, returns)")
+    for name, column in (("advantages", found.advantages), ("returns", found.returns)):
+        if not isinstance(column, Tensor) or column.shape != inputs.response_mask.shape or not column.is_floating_point():
+            shape = f"a tensor {tuple(column.shape)} of {column.dtype}" if isinstance(column, Tensor) else type(column).__name__
+            raise ValueError(f"{returned} {name} that are {shape}; one float of each token, {tuple(inputs.response_mask.shape)}")
+    return found
 
 
 # Estimators with a critic

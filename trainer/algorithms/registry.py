@@ -1,6 +1,7 @@
 """Registries that resolve a configuration value to a function: a built-in one or FILE.py:FUNCTION of the user."""
 
 import difflib
+import inspect
 from collections.abc import Callable, Iterator, Set
 from typing import Any, Generic, TypeVar, cast
 
@@ -10,7 +11,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 class Registry(Generic[Function]):
-    """Functions by name, with their required inputs and optional ``prepare`` step."""
+    """Functions of (inputs, config) by name, with their required inputs and optional ``prepare`` step."""
 
     def __init__(self, key: str) -> None:
         """key: the configuration key whose values are looked up; used in error messages."""
@@ -59,6 +60,11 @@ class Registry(Generic[Function]):
         path, colon, function_name = name.rpartition(":")
         if colon and path.endswith(".py") and name not in self._entries:
             function = load_function(path, function_name, f"{self.key}={name}")
+            try:
+                inspect.signature(function).bind(None, None)
+            except TypeError as error:
+                signature = f"{function_name}{inspect.signature(function)}"
+                raise ValueError(f"{self.key}={name}: {signature} must take two arguments, (inputs, config): {error}") from error
             # The file may have registered the function with a decorator on import: that entry has its needs and prepare step.
             own = next((entry for entry, known in self._entries.items() if known is function), None)
             if own is not None:

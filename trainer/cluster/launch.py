@@ -22,6 +22,8 @@ from workers.controller.group import Backend, WorkerError, WorkerGroup
 from workers.controller.logs import announce
 from workers.controller.resource_pool import ResourcePool
 
+MOST_PER_CORE = 8
+"""Workers of a core: they take a minute to start already."""
 Replacement = Callable[[str, WorkerError], AbstractContextManager[None]]
 
 
@@ -56,6 +58,11 @@ def check_device(trainer: WorkersConfig) -> None:
     if trainer.device == "cpu" and trainer.n_gpus_per_node > cores:
         workers = f"trainer.n_gpus_per_node={trainer.n_gpus_per_node}: a worker per core is fastest on a CPU"
         announce([f"{workers}, and this process may use {cores}"])
+    if trainer.device == "cpu" and trainer.n_gpus_per_node > MOST_PER_CORE * cores:
+        raise ValueError(
+            f"trainer.n_gpus_per_node={trainer.n_gpus_per_node}: {cores} cores do not start that many workers; use "
+            f"{MOST_PER_CORE * cores} at most, a worker per core is fastest"
+        )
     if trainer.device == "cuda" and torch.cuda.device_count() < trainer.n_gpus_per_node:
         raise ValueError(
             f"trainer.device=cuda trainer.n_gpus_per_node={trainer.n_gpus_per_node}: this machine has "

@@ -15,7 +15,18 @@ from transformers import PreTrainedTokenizerBase
 
 from configs.load import untyped
 from configs.schema.ppo import DataConfig, PromptConfig
-from trainer.data.encoding import RENDERING, Encoded, Messages, SizeCache, encode, encode_all, of_file, sizes_of, truncate
+from trainer.data.encoding import (
+    RENDERING,
+    Encoded,
+    Messages,
+    Refused,
+    SizeCache,
+    encode,
+    encode_all,
+    of_file,
+    sizes_of,
+    truncate,
+)
 from trainer.data.files import Rows, value_of
 from trainer.data.order import DataOrder, draw
 from trainer.data.processes import MANY
@@ -96,7 +107,11 @@ class PromptDataset:
             # The default of 1 stands for a number chosen by the size of the data (None), not for a single process.
             configured = config.filter_overlong_prompts_workers if config.filter_overlong_prompts else 1
             workers = configured if configured > 1 else None
-            encoded = encode_all(tokenizer, [column[uid] for uid in uids], config.apply_chat_template_kwargs, workers)
+            try:
+                encoded = encode_all(tokenizer, [column[uid] for uid in uids], config.apply_chat_template_kwargs, workers)
+            except Refused:
+                self._name_refused([(uid, column[uid]) for uid in uids])
+                raise
             sizes = sizes_of(encoded, [*map(self._truncated, encoded)])
             if cache is not None:
                 cache.write(sizes)
@@ -124,10 +139,25 @@ class PromptDataset:
                 notices.append(f"{count} and are truncated (data.truncation={side})")
         self._uids, self._encoded, self._largest_ids = uids, [*map(self._truncated, encoded)], sizes[:, 1]
         self.data_sources = frozenset(sources[uid] or "" for uid in uids)
+        if scored:
+            truths = self._rows.column("reward_model.ground_truth")
+            without = [uid for uid in uids if truths[uid] is None]
+            # Where no row has one, the reward function needs none.
+            if 0 < len(without) < len(uids):
+                first = self._rows.where(without[0])
+                notices.append(f"{len(without)} of {len(uids)} rows have no ground truth, the first is {first}")
         self.notices = tuple(notices)
 
     def __len__(self) -> int:
         return len(self._uids)
+
+    def _name_refused(self, prompts: Sequence[tuple[int, Any]]) -> None:
+        """Raise Refused for the first of (row, prompt) that the chat template rejects, with the place of the row."""
+        for uid, prompt in prompts:
+            try:
+                encode(self._tokenizer, [prompt], self._config.apply_chat_template_kwargs)
+            except Refused as error:
+                raise Refused(f"{self._rows.where(uid)}: {error}") from error
 
     def check_tokens(self, vocab_size: int) -> None:
         """Raise ValueError, naming the row, if a prompt contains a token outside the model's vocabulary."""

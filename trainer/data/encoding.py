@@ -77,6 +77,8 @@ def encode(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Messages], temp
 
 def _rendered(tokenizer: PreTrainedTokenizerBase, prompt: Messages, template_kwargs: dict[str, Any]) -> str:
     """``render``, of messages with calls as conversations are rendered (Seams.render_calls)."""
+    if not isinstance(prompt, str | list):
+        raise Refused(f"the prompt is {reprlib.repr(prompt)}, neither a text nor a list of messages; remove the row")
     messages = of_file(prompt)
     if messages is prompt or isinstance(messages, str):
         return render(tokenizer, prompt, template_kwargs)

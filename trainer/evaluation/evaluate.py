@@ -105,7 +105,9 @@ def files(paths: Sequence[str]) -> list[str]:
     """Expand directories to their shards. Raises ValueError for a directory without shards."""
     found: list[str] = []
     for name in paths:
-        path = Path(name)
+        path = Path(name).expanduser()
+        if not path.exists():
+            raise ValueError(f"data.path={name}: no such file or directory")
         if path.is_dir() and not shard_files(path):
             raise ValueError(f"data.path={name}: the directory has no shard_*.parquet or shard_*.jsonl")
         found += [str(shard) for shard in shard_files(path)] if path.is_dir() else [name]

@@ -60,7 +60,11 @@ def trial(config: PPOConfig, data: PromptDataset, tokenizer: PreTrainedTokenizer
     if may_ask_judge(config.reward):
         found.lines.append("  no scores: a judge would be asked")
     elif asks_rules(config.reward) and not config.reward.remote_urls:
-        truths = [truth_as_response(prompt) for prompt in prompts if isinstance(prompt.ground_truth, str)]
+        truths = [truth_as_response(prompt) for prompt in prompts if isinstance(prompt.ground_truth, str | int | float)]
+        other = next((prompt for prompt in prompts if not isinstance(prompt.ground_truth, str | int | float)), None)
+        if other is not None:
+            kind = "null" if other.ground_truth is None else f"a {type(other.ground_truth).__name__}"
+            found.lines.append(f"  the ground truth of row {other.uid} is {kind}, which is not tried as a response")
         report(found, config, responses, truths, tokenizer)
     return found
 
@@ -113,7 +117,7 @@ def stored(model: ModelConfig) -> Iterator[tuple[str, Tensor]]:
 
 
 def truth_as_response(prompt: Prompt) -> Response:
-    return Response(prompt.data_source, prompt.ground_truth, prompt.ground_truth, prompt.extra_info, True)
+    return Response(prompt.data_source, str(prompt.ground_truth), prompt.ground_truth, prompt.extra_info, True)
 
 
 def report(

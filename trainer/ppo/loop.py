@@ -18,7 +18,7 @@ from typing import Any
 from configs.schema.ppo import PPOConfig
 from trainer.agents.sessions.recorded_sessions import record_of
 from trainer.algorithms import kl
-from trainer.algorithms.advantages import ADVANTAGES
+from trainer.algorithms.advantages import ADVANTAGES, estimated
 from trainer.algorithms.correction import is_enabled, mismatch, rollout_correction
 from trainer.algorithms.kl import KLController, apply_kl_penalty
 from trainer.algorithms.losses.actor_loss import entropy_mask
@@ -319,7 +319,7 @@ class Loop:
             if algorithm.use_kl_in_reward:
                 rewards, penalty = apply_kl_penalty(whole, rewards, algorithm, self.kl)
                 self.trainer.metrics |= penalty
-            result = ADVANTAGES[algorithm.adv_estimator](advantage_inputs(whole, rewards, algorithm), algorithm)
+            result = estimated(advantage_inputs(whole, rewards, algorithm), algorithm)
             advantages, over = result.advantages, algorithm.whiten_advantages
             if over is not None:
                 advantages = whitened(advantages, whole.tokens["response_mask"], whole.lengths, whole.rows["group"], over)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -123,7 +124,7 @@ def score_one(function: ScoreFunction, answer: Response) -> Score:
             ground_truth=answer.ground_truth,
             extra_info=_extra_info(answer),
         )
-        return _to_score(result)
+        return _to_score(awaited(result))
     except (Exception, SystemExit) as error:  # a user's function may raise anything; it is reported as a failed reward
         return Score(None, {}, describe(error))
 
@@ -137,11 +138,13 @@ def score_batch(function: ScoreFunction, answers: Sequence[Response]) -> list[Sc
     """Score responses by a function over whole batches; an exception becomes the error of each."""
     try:
         results = list(
-            function(
-                data_sources=[answer.data_source for answer in answers],
-                solution_strs=[answer.solution_str for answer in answers],
-                ground_truths=[answer.ground_truth for answer in answers],
-                extra_infos=[_extra_info(answer) for answer in answers],
+            awaited(
+                function(
+                    data_sources=[answer.data_source for answer in answers],
+                    solution_strs=[answer.solution_str for answer in answers],
+                    ground_truths=[answer.ground_truth for answer in answers],
+                    extra_infos=[_extra_info(answer) for answer in answers],
+                )
             )
         )
     except (Exception, SystemExit) as error:  # as in score_one
@@ -210,6 +213,11 @@ def in_threads(function: Callable[[Item], Result], items: Sequence[Item], thread
             yield result.result()
     finally:
         workers.clear()  # the consumer may have stopped early
+
+
+def awaited(result: Any) -> Any:
+    """The result of a function, also of an async one, in a loop of its own."""
+    return asyncio.run(result) if inspect.iscoroutine(result) else result
 
 
 def _extra_info(answer: Response) -> dict[str, Any]:

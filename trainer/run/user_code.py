@@ -33,7 +33,7 @@ def load_function(path: str, name: str, key: str) -> Callable[..., Any]:
         raise ValueError(f"{key}: {file.name} does not load: {describe(error)}") from error
     function = vars(module).get(name)
     if not callable(function):
-        raise ValueError(f"{key}: {file.name} has no function {name}; it has {_own(module, inspect.isfunction)}")
+        raise ValueError(f"{key}: {file.name} has no function {name}; it has {_own(module, callable)}")
     return function
 
 

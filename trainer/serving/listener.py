@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 import time
 from collections.abc import Iterator
@@ -59,7 +60,8 @@ def bound(server: ListenerConfig) -> Iterator[socket.socket]:
         place.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         place.bind(address)
     except OSError as error:
-        raise ValueError(f"server.host={server.host} server.port={server.port}: {error}") from error
+        other = "; take another port, or server.port=0 for any" if error.errno == errno.EADDRINUSE else ""
+        raise ValueError(f"server.host={server.host} server.port={server.port}: {error}{other}") from error
     with place:
         yield place
 

@@ -28,6 +28,7 @@ from trainer.serving.listener import Listener, bound, check_installed
 from workers.controller.stop import graceful_stop
 from workers.engine.hf.checkpoint import ADAPTER_CONFIG
 from workers.engine.hf.hf_model import model_config, vocab_size
+from workers.model_path import check_files
 from workers.roles.rollout_engines import check_installed as check_engine_installed
 from workers.roles.train_engines import check_adapter
 from workers.rollout.base import RolloutSpec, Sampling
@@ -69,6 +70,8 @@ def start(config: ServeConfig, stack: ExitStack) -> tuple[ModelEngine, ServedMod
 
     rollout = config.actor_rollout_ref.rollout
     model = stack.enter_context(model_files(config))
+    if model.path == config.model:
+        check_files(model.path, "model")
     check_adapter("model", model, "lm")
     tokenizer = load_tokenizer(model)
     if not tokenizer.is_fast:

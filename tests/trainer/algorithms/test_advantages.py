@@ -1,5 +1,7 @@
 import math
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,7 +11,7 @@ from torch import Tensor
 
 from configs.schema.ppo import AlgorithmConfig
 from tests.trainer.algorithms.plain import defaults
-from trainer.algorithms.advantages import ADVANTAGES, AdvantageInputs, gae, grpo
+from trainer.algorithms.advantages import ADVANTAGES, AdvantageInputs, Advantages, estimated, gae, grpo
 
 
 def config(**changes: object) -> AlgorithmConfig:
@@ -98,3 +100,46 @@ def test_unknown_estimator_lists_known_names_and_duplicate_registration_raises()
     with pytest.raises(ValueError, match=r"grpo is already registered by trainer\.algorithms\.advantages:grpo"):
         ADVANTAGES.register("grpo")(gae)
     assert ADVANTAGES.needs("gae") == {"values"} and not ADVANTAGES.needs("grpo")
+
+
+OWN = """
+from trainer.algorithms.advantages import Advantages
+
+def right(inputs, config):
+    return inputs.outcome(inputs.lengths.float())
+
+def tensor(inputs, config):
+    return inputs.token_rewards
+
+def scalar(inputs, config):
+    return Advantages(inputs.token_rewards, inputs.token_rewards.sum())
+
+def counts(inputs, config):
+    return Advantages(inputs.response_mask.long(), inputs.token_rewards)
+
+def verls(token_level_rewards, response_mask, config=None, **kwargs):
+    return token_level_rewards * response_mask
+"""
+
+
+def test_results_and_errors_of_a_users_estimator_are_one_line(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(OWN)
+    inputs = ragged(0)
+
+    def run(name: str) -> Advantages:
+        return estimated(inputs, config(adv_estimator=f"{tmp_path}/own.py:{name}"))
+
+    assert torch.equal(run("right").advantages, inputs.outcome(inputs.lengths.float()).advantages)
+    n = len(inputs.response_mask)
+    for name, message in (
+        ("tensor", "returned a Tensor; return inputs.outcome(values) or Advantages(advantages, returns)"),
+        (
+            "scalar",
+            f"returned returns that are a tensor () of torch.float32; one float of each token, ({n},)",
+        ),
+        ("counts", "returned advantages that are a tensor"),
+        ("verls", "TypeError: unsupported operand"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(message)) as caught:
+            run(name)
+        assert str(caught.value).startswith(f"algorithm.adv_estimator={tmp_path}/own.py:{name}") and "\n" not in str(caught.value)

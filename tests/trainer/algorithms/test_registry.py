@@ -8,14 +8,17 @@ from workers.controller.rpc import pack, unpack
 FILE = """
 from tests.trainer.algorithms.test_registry import REGISTRY
 
-def plain(x):
+def plain(x, config=None):
     return helper(x)
+
+def narrow(x):
+    return x
 
 def helper(x):
     return 2 * x
 
 @REGISTRY.register("wants", needs={"values"}, prepare=helper)
-def registered(x):
+def registered(x, config):
     return x
 """
 REGISTRY: Registry = Registry("some.key")
@@ -45,5 +48,8 @@ def test_user_function_is_pickled_by_value(tmp_path: Path) -> None:
 def test_errors_name_the_key(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"some\.key=.*nowhere\.py:f: no such file"):
         REGISTRY[f"{tmp_path}/nowhere.py:f"]
+    (tmp_path / "mine.py").write_text(FILE.replace('"wants"', '"wants again"'))
+    with pytest.raises(ValueError, match=r"mine\.py:narrow: narrow\(x\) must take two arguments, \(inputs, config\): too many"):
+        REGISTRY[f"{tmp_path}/mine.py:narrow"]
     with pytest.raises(ValueError, match=r"some\.key=f is not known; known: .*or FILE\.py:FUNCTION of your own"):
         Registry("some.key")["f"]

@@ -150,3 +150,10 @@ def test_more_workers_than_cores_are_noted(
     words = ["trainer.device=cpu", f"trainer.n_gpus_per_node={workers}"]
     check_device(compose("ppo_trainer", PPOConfig, words).trainer)
     assert (f"note: trainer.n_gpus_per_node={workers}: a worker per core is fastest" in capsys.readouterr().err) == noted
+
+
+def test_far_more_workers_than_cores_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {4, 7})
+    check_device(compose("ppo_trainer", PPOConfig, ["trainer.device=cpu", "trainer.n_gpus_per_node=16"]).trainer)
+    with pytest.raises(ValueError, match=r"n_gpus_per_node=17: 2 cores do not start that many workers; use 16 at most"):
+        check_device(compose("ppo_trainer", PPOConfig, ["trainer.device=cpu", "trainer.n_gpus_per_node=17"]).trainer)

@@ -131,6 +131,25 @@ def test_empty_prompts_and_missing_columns_are_named(make: Any, tmp_path: Path) 
         PromptDataset([str(file)], TOKENIZER, data_config(), max_samples=-1, seed=0)
 
 
+def test_a_prompt_that_cannot_be_rendered_is_named_with_its_row(tmp_path: Path) -> None:
+    file, row = tmp_path / "rows.jsonl", '{"prompt": %s, "data_source": "s", "reward_model": {"ground_truth": "1"}}\n'
+    for prompt, message in (("null", "the prompt is None, neither a text nor a list"), ("7", "the prompt is 7, neither")):
+        file.write_text(row % '"x"' * 2 + row % prompt)
+        with pytest.raises(ValueError, match=rf"rows\.jsonl, row 2: {message}"):
+            PromptDataset([str(file)], TOKENIZER, data_config(), max_samples=-1, seed=0)
+
+
+def test_rows_without_a_ground_truth_are_counted_unless_none_has_one(tmp_path: Path) -> None:
+    file, row = tmp_path / "rows.jsonl", '{"prompt": "x", "data_source": "s", "reward_model": {"ground_truth": %s}}\n'
+    for truths, notices in (
+        ("1 null 2 null", [f"2 of 4 rows have no ground truth, the first is {file}, row 1"]),
+        ("1 2", []),
+        ("null null", []),
+    ):
+        file.write_text("".join(row % truth for truth in truths.split()))
+        assert PromptDataset([str(file)], TOKENIZER, data_config(), max_samples=-1, seed=0).notices == tuple(notices)
+
+
 def test_token_outside_the_vocabulary_raises_with_its_row(make: Any) -> None:
     data = make(rows([3, 5, 4]))
     largest = [max(prompt.prompt_ids) for prompt in iter_prompts(data)]

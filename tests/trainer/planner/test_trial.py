@@ -109,3 +109,13 @@ def test_the_trials_engine_has_room_for_its_own_rows_alone(plan: Plan, monkeypat
 def test_a_reward_that_hangs_is_late(plan: Plan, tmp_path: Path) -> None:
     output = plan(function(tmp_path, "import time; time.sleep(60)"), "reward.timeout=0.1")
     assert output[-2].startswith("20 of 20 rewards of the trial failed: ")
+
+
+def test_ground_truths_of_other_types_are_named_or_tried_as_text(task: Path, plan: Plan, tmp_path: Path) -> None:
+    rows = pq.read_table(task / "train.parquet").to_pylist()
+    reward = function(tmp_path, "return float(str(ground_truth) in solution_str)")
+    for truth, line in ((7, "  score of the ground truth as response: mean 1"), (["7"], "  the ground truth of row 0 is a list")):
+        file = tmp_path / f"{type(truth).__name__}.parquet"
+        pq.write_table(pa.Table.from_pylist([row | {"reward_model": {"ground_truth": truth}} for row in rows]), file)
+        output = plan(reward, f"data.train_files={file}")
+        assert any(found.startswith(line) for found in output), output

@@ -1,3 +1,4 @@
+import asyncio
 from decimal import Decimal
 from fractions import Fraction
 from typing import Any
@@ -74,6 +75,18 @@ def test_batch_function_is_called_once_as_verl_calls_it() -> None:
     assert [score.value for score in score_all(function, ANSWERS, threads=1)] == [1.0, 0.5]
     infos = [{"index": 3, "finished": True}, {"index": 4, "finished": False}]
     assert calls == [(["source", "other"], ["text", "words"], ["truth", None], infos)]
+
+
+def test_async_functions_are_awaited() -> None:
+    async def single(solution_str: str, **_: Any) -> float:
+        await asyncio.sleep(0)
+        return float(len(solution_str))
+
+    async def batch(solution_strs: list[str], **_: Any) -> list[float]:
+        return [float(len(text)) for text in solution_strs]
+
+    for function, threads in ((single, 1), (single, 2), (batch, 1)):
+        assert [score.value for score in score_all(function, ANSWERS, threads=threads)] == [4.0, 5.0]
 
 
 def test_each_reward_of_a_batch_is_read_like_a_single_one() -> None:

@@ -133,8 +133,10 @@ async def environment_agent(session: AgentSession) -> float | None:
     assert session.kit.environment is not None, "AgentKit chooses this loop with an environment"
     async with EnvironmentSession(session.kit.environment, session.user_code, seconds=config.tool_timeout) as environment:
         try:
-            session.messages[:] = await _of_environment(session, environment, lambda: environment.reset(session.task))
-            done = environment.error is not None
+            messages = await _of_environment(session, environment, lambda: environment.reset(session.task))
+            # Without them the session ends with the prompt of its row.
+            if not (done := environment.error is not None):
+                session.messages[:] = messages
             while not done and (reply := await session.sample(environment.tools or None)) is not None:
                 # A turn that was truncated has no reward either: the environment never sees it.
                 if reply.truncated:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,7 +18,7 @@ from trainer.algorithms.proximal import proximal_log_probs
 from trainer.algorithms.trajectories import Trajectories
 from workers.batch import Batch
 from workers.engine.micro_batch import SAMPLED
-from workers.metric import Metric, Metrics
+from workers.metric import Metric, Metrics, Sample
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +132,7 @@ class ActorLoss:
         trajectories = Trajectories.of(micro_batch) if joins else Trajectories.single_rows(micro_batch)
         inputs = self._inputs(micro_batch, trajectories, log_probs, old_log_probs)
         inputs = replace(inputs, whole=joins or "part" not in micro_batch.rows)
-        loss, policy_metrics = self.config.policy_loss(inputs, config)
+        loss, policy_metrics = _checked(self.config.policy_loss(inputs, config), inputs, config.policy_loss.loss_mode)
         metrics |= policy_metrics
         # Both cases skip the log-prob pass before the update, which measures the mismatch otherwise. In bypass mode the old
         # log-probs are those of the rollout.
@@ -214,3 +215,21 @@ def importance(inputs: PolicyLossInputs, is_weights: Tensor, needs: frozenset[st
     """
     # IcePop sets weights to 0, whose log is -inf; 1e-10 keeps the mean of the logs finite.
     return inputs.row_mean((is_weights + 1e-10).log()).exp() if "row_weights" in needs else is_weights
+
+
+def _checked(found: Any, inputs: PolicyLossInputs, name: str) -> tuple[Tensor, Metrics]:
+    """What a policy loss returned. Raises ValueError, one line, for an invalid result of a user's function."""
+    returned = f"actor_rollout_ref.actor.policy_loss.loss_mode={name} returned"
+    if not isinstance(found, tuple) or len(found) != 2 or not isinstance(found[0], Tensor) or not isinstance(found[1], dict):
+        raise ValueError(f"{returned} a {type(found).__name__}; return (loss, metrics): the loss of each token (T,), and a dict")
+    loss, metrics = found
+    if loss.shape != inputs.log_probs.shape:
+        # A mean would be multiplied by the weight of each token: the result would depend on how the batch is cut.
+        raise ValueError(
+            f"{returned} a loss {tuple(loss.shape)}; return that of each token, {tuple(inputs.log_probs.shape)}: loss_agg_mode "
+            "weights and adds them"
+        )
+    for key, metric in metrics.items():
+        if not isinstance(metric, Metric | Sample):
+            raise ValueError(f"{returned} the metric {key} as {type(metric).__name__}; return Metric.token_mean(values, mask)")
+    return loss, metrics

@@ -256,6 +256,12 @@ def test_messages_have_marks_for_people(tmp_path: Path) -> None:
     )
     found = finish(AgentLoops(setup(tmp_path, environment=f"{tmp_path}/environment.py:Own")), "one", "two")
     assert marked(found) == [*[{}] * 3, {"sampled": True, "reward": -0.5}, {}, {"sampled": True, "reward": -0.5}, {}]
+    (tmp_path / "broken.py").write_text(
+        "from trainer.agents.environments import Environment\nclass Own(Environment):\n    def reset(self, task):\n"
+        "        raise RuntimeError('boom')\n    def step(self, message):\n        return []\n"
+    )
+    broken = finish(AgentLoops(setup(tmp_path, environment=f"{tmp_path}/broken.py:Own")))
+    assert "boom" in broken.extra["error"] and roles(broken) == ["user"] and not broken.parts[0].response_mask.any()
     limited = setup(tmp_path, environment=f"{tmp_path}/environment.py:Own", max_user_turns=1)
     assert finish(AgentLoops(limited), *["one"] * 5).metrics["turns"] == 2, "the reply between them is answered"
     (tmp_path / "own.py").write_text(

@@ -1,4 +1,6 @@
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -106,3 +108,27 @@ def test_entropy_sample_is_spread_evenly_over_positions(length: int) -> None:
     assert not chosen[:, :3].any() and chosen.sum() == pytest.approx(answers * length / 16, rel=0.02)
     assert chosen[:, 3:].sum(0).double().div(answers).sub(1 / 16).abs().max() < 0.02
     assert entropy_mask(torch.ones(1)).tolist() == [True] and not entropy_mask(torch.zeros(5)).any()
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (
+            "-(inputs.advantages * inputs.log_probs).mean(), {}",
+            "returned a loss (); return that of each token, (3,)",
+        ),
+        ("-inputs.advantages * inputs.log_probs", "returned a Tensor; return (loss, metrics)"),
+        ("inputs.log_probs, {'actor/x': 1.0}", "returned the metric actor/x as float; return Metric.token_mean(values, mask)"),
+        ("inputs.log_probs, {'actor/x': Metric.sum(1.0)}", None),
+    ],
+)
+def test_results_of_a_users_loss_are_checked(body: str, message: str | None, tmp_path: Path) -> None:
+    """A mean would be multiplied by each token's weight, and a plain number cannot be joined over micro-batches."""
+    (tmp_path / "own.py").write_text(f"from workers.metric import Metric\n\ndef loss(inputs, config):\n    return {body}\n")
+    mine = actor_loss(own=True, loss_mode=f"{tmp_path}/own.py:loss")
+    batch = micro_batch(advantages=torch.tensor([1.0, -2.0, 0.5]), rollout_log_probs=torch.tensor([-1.0, -2.0, -0.6]))
+    if message is None:
+        assert mine({"log_probs": torch.tensor([-1.0, -2.0, -0.5])}, batch)[1]["actor/x"] == Metric.sum(1.0)
+        return
+    with pytest.raises(ValueError, match=re.escape(message)):
+        mine({"log_probs": torch.tensor([-1.0, -2.0, -0.5])}, batch)
