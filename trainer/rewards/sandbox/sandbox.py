@@ -147,7 +147,10 @@ def run(job: dict[str, Any], prelude: dict[str, Any]) -> str:
 
 def _plain(value: Any) -> Any:
     """What JSON has for a value that it does not know: a list of an iterable, also of NumPy's, and a number of NumPy's."""
-    return value.tolist() if hasattr(value, "tolist") else list(value)
+    try:
+        return value.tolist()
+    except AttributeError:
+        return list(value)
 
 
 def _finish(namespace: dict[str, Any], prelude: dict[str, Any]) -> None:
