@@ -107,7 +107,7 @@ def normalise(argv: Sequence[str], schema: type, root: str) -> CommandLine:
             continue
         mark = match["mark"] or ""
         tail = "" if match["value"] is None else f"={match['value']}"
-        if name in keys.leaves and bare_type(keys.leaves[name]) is str and not {*"([{"} & {*tail}:
+        if name in keys.leaves and bare_type(keys.leaves[name]) is str and not {*"([{'\"\\$"} & {*tail}:
             # Two bounds of a rollout correction, a date, a version: without quotes Hydra parses 0.5_5 as 0.55, 1.10 as 1.1.
             words = tail.removeprefix("=").split(",")
             tail = tail and "=" + ",".join(f"'{word}'" if _is_another_number(word) else word for word in words)
@@ -289,6 +289,8 @@ def _as_value(text: str | None) -> Any:
 
 def _is_another_number(word: str) -> bool:
     """Whether ``word`` is a number that is written otherwise when it is text again."""
+    if word != word.strip():
+        return False
     for kind in (int, float):
         with suppress(ValueError):
             return str(kind(word)) != word

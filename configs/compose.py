@@ -87,15 +87,20 @@ def run_jobs(command: CommandLine, root: str, job: Callable[[Tree, Point | None]
         if HydraConfig.get().mode != RunMode.MULTIRUN:
             return job(tree, None)
         # Each trial needs its own run directory, unless the user's overrides already make them distinct.
+        number = HydraConfig.get().job.num
         if not _sweeps_over_directories(command):
-            tree.trainer.default_local_dir = f"{tree.trainer.default_local_dir}/{HydraConfig.get().job.num}"
+            tree.trainer.default_local_dir = f"{tree.trainer.default_local_dir}/{number}"
             checkpoint = tree.trainer.get("checkpoint", {})
             if checkpoint.get("remote_dir") is not None:
-                checkpoint.remote_dir = f"{checkpoint.remote_dir}/{HydraConfig.get().job.num}"
-            for name in ("export_dir", "rollout_data_dir"):
-                # Made of other values, such as the run directory, it is distinct already.
-                if tree.trainer.get(name) is not None and not OmegaConf.is_interpolation(tree.trainer, name):
-                    tree.trainer[name] = f"{tree.trainer[name]}/{HydraConfig.get().job.num}"
+                checkpoint.remote_dir = f"{checkpoint.remote_dir}/{number}"
+        written = OmegaConf.to_container(tree.trainer)
+        assert isinstance(written, dict)
+        for name in ("export_dir", "rollout_data_dir"):
+            path = tree.trainer.get(name)
+            # Below the job's own directory, or made of its number, it is distinct already.
+            own = path is None or "${hydra:job" in written[name] or path.startswith(f"{tree.trainer.default_local_dir}/")
+            if not own:
+                tree.trainer[name] = f"{path}/{number}"
         launcher = HydraConfig.get().launcher
         # Only Slurm launchers have signal_delay_s: derive the walltime, so that the run saves before Slurm ends the job.
         if "signal_delay_s" in launcher and tree.trainer.get("walltime", "") is None:

@@ -139,8 +139,8 @@ def test_a_name_that_looks_like_a_number_is_kept(name: str) -> None:
 
 def test_names_of_a_sweep_that_look_like_numbers_are_kept() -> None:
     assert "trainer.experiment_name='1.10',1.2,'2_0'" in ppo("trainer.experiment_name=1.10,1.2,2_0", "-m").overrides
-    listed = "trainer.experiment_name=choice(1.2,'1.10',1.30,a)"
-    assert listed in ppo(listed, "-m").overrides, "as written"
+    for text in ("choice(1.2,'1.10',1.30,a)", "'a,1.10,b'", r"a\,1.10", "1, 2"):
+        assert f"trainer.experiment_name={text}" in ppo(f"trainer.experiment_name={text}", "-m").overrides, "as written"
 
 
 @pytest.mark.parametrize(

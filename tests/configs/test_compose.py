@@ -228,6 +228,16 @@ def test_jobs_of_a_sweep_have_separate_outputs(tmp_path: Path, monkeypatch: pyte
     monkeypatch.chdir(tmp_path)
     asked = ("-m", "trainer.seed=4,5", "trainer.dry_run=config", "trainer.default_local_dir=runs/x")
     assert [one.trainer.rollout_data_dir for one in jobs(*asked, "trainer.rollout_data_dir=d")] == ["d/0", "d/1"]
+    monkeypatch.setenv("SCRATCH", "/scratch")
+    for typed, dirs in (
+        ("${oc.env:SCRATCH}/d", ["/scratch/d/0", "/scratch/d/1"]),
+        ("d-${hydra:job.num}", ["d-0", "d-1"]),
+        ("m/${trainer.experiment_name}", ["m/x/0", "m/x/1"]),
+    ):
+        found = jobs(*asked, "trainer.experiment_name=x", f"trainer.rollout_data_dir={typed}")
+        assert [one.trainer.rollout_data_dir for one in found] == dirs
+    swept = jobs("-m", "trainer.default_local_dir=runs/a,runs/b", "trainer.rollout_data_dir=d", "trainer.dry_run=config")
+    assert [one.trainer.rollout_data_dir for one in swept] == ["d/0", "d/1"]
     derived = jobs(*asked, "trainer.rollout_data_dir=${trainer.default_local_dir}/d")
     assert [one.trainer.rollout_data_dir for one in derived] == ["runs/x/0/d", "runs/x/1/d"]
     assert {one.trainer.rollout_data_dir for one in jobs(*asked)} == {None}

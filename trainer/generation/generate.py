@@ -22,8 +22,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from transformers import PreTrainedTokenizerBase
 
 from configs.base.locks import locked
+from configs.reward_models import reward_models
 from configs.schema.generation import GenerationConfig
-from configs.schema.ppo import wants_truth
+from configs.schema.ppo import ModelScoringConfig, wants_truth
 from trainer.cluster.launch import opened_workers
 from trainer.cluster.watchdog import Watchdog
 from trainer.data.chat import load_tokenizer
@@ -32,7 +33,7 @@ from trainer.generation.generator import Generator
 from trainer.generation.shards import Row, Shards, write_rows
 from trainer.rewards.models.reward_builder import check_reward_models, start_reward_models
 from trainer.rewards.remote.remote_rewards import needs_data_sources, open_rewards
-from trainer.rewards.rules.reward_registry import check_data_sources
+from trainer.rewards.rules.reward_registry import check_data_sources, may_ask_judge
 from trainer.rollout.rollout_builder import rollout_spec, sampling, start_engine
 from trainer.run.run_dir import leaves
 from workers.controller.logs import announce
@@ -105,13 +106,16 @@ def complete(config: GenerationConfig, prompts: PromptDataset, tokenizer: PreTra
             )
             if rewards is not None:
                 rewards.wait_ready()
-            generate(generator, shards, missing, data.batch_size)
+            generate(generator, shards, missing, data.batch_size, repeatable=is_repeatable(config.reward))
     print(f"answers: {shards.directory} ({len(prompts)} prompts, {config.actor_rollout_ref.rollout.n} answers each)")
     select(config, shards)
 
 
-def generate(generator: Generator, shards: Shards, missing: Sequence[int], batch_size: int) -> None:
-    """Generate and write each missing shard; prints a line per shard, and a progress bar on a terminal."""
+def generate(generator: Generator, shards: Shards, missing: Sequence[int], batch_size: int, *, repeatable: bool) -> None:
+    """Generate and write each missing shard; prints a line per shard, and a progress bar on a terminal.
+
+    repeatable: see check_scores.
+    """
     console = Console()
     columns = (TextColumn("shards"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(
@@ -123,21 +127,31 @@ def generate(generator: Generator, shards: Shards, missing: Sequence[int], batch
             first = index * batch_size
             # Shards are written as they are complete: a killed run loses one at most.
             rows = generator.rows(range(first, min(first + batch_size, len(generator.data))))
-            check_scores(rows, shards, index)
+            check_scores(rows, shards, index, repeatable=repeatable)
             write_rows(shards.path(index), rows)
             seconds = time.perf_counter() - started
             console.print(shard_line(rows, index, shards.total, seconds), highlight=False, soft_wrap=True)
             progress.advance(bar)
 
 
-def check_scores(rows: Sequence[Row], shards: Shards, index: int) -> None:
-    """Raise ValueError, with the first error, if all rewards of a shard failed, unless other shards have scores."""
+def is_repeatable(reward: ModelScoringConfig) -> bool:
+    """Whether a response that has no score would have none in the next run either: without servers, which may be down."""
+    by_servers = bool(reward.remote_urls) or may_ask_judge(reward)
+    return not by_servers and not any(model.urls for model in reward_models(reward).values())
+
+
+def check_scores(rows: Sequence[Row], shards: Shards, index: int, *, repeatable: bool) -> None:
+    """Raise ValueError, with the first error, if all rewards of a shard failed.
+
+    repeatable: they would fail again. Then the shard is kept if another one has scores: its prompts may be those that the reward
+    fails for, and the program would end here at every restart.
+    """
     scores = [score for row in rows for score in row.get("scores", ())]
     if not scores or any(score is not None for score in scores):
         return
     errors = [error for row in rows for error in row["reward_errors"]]
     words = f"all {len(scores)} rewards of shard {index} failed; the first: {errors[0]}"
-    if not any(score is not None for row in shards.rows() for score in row["scores"]):
+    if not repeatable or not any(score is not None for row in shards.rows() for score in row["scores"]):
         raise ValueError(words)
     print(f"note: {words}", file=sys.stderr)
 

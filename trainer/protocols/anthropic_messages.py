@@ -53,7 +53,7 @@ def parse(body: Body) -> ChatRequest:
     entries = fields.need("messages", fields.items("messages"))
     for i, entry in enumerate(entries):
         messages += _messages(Fields(entry, f"messages[{i}]"))
-    if not messages:
+    if not messages[bool(system) :]:
         raise fields.refuse("messages", "must not be empty")
     tools = tools_in(fields, _tool)
     request = ChatRequest(

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from trainer.data.encoding import Message, Messages, encode, token_ids
 from trainer.data.turns import TurnEncoder
 
-NOT_RENDERED = ("reasoning_content", "sampled", "truncated", "status", "reward")
+NOT_RENDERED = ("reasoning_content", "sampled", "truncated", "status", "reward", "context")
 """Fields of a session's messages that a reward model does not read: thinking, and facts for people."""
 
 

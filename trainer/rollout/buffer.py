@@ -42,12 +42,16 @@ class PendingResponse:
 
 @dataclass(slots=True)
 class PendingGroup:
-    """A prompt with its responses. step: of its admission. tick: at which its last response ended; None: it is unfinished."""
+    """A prompt with its responses. step: of its admission. tick: at which its last response ended; None: it is unfinished.
+
+    scored: whether a step has scored it; a checkpoint has no scores.
+    """
 
     step: int
     prompt: Prompt
     responses: list[PendingResponse]
     tick: int | None = None
+    scored: bool = False
 
     @property
     def ordinal(self) -> int:
@@ -219,8 +223,8 @@ class GroupBuffer:
         return [self._groups.pop(ordinal) for ordinal in ordinals]
 
     def arrays(self) -> dict[str, Tensor]:
-        """All groups, for a checkpoint. By group: ordinal, step, tick (-1: unfinished). By response: seed, greedy, finished (-1:
-        neither), length. By token: the columns. now: the tick. Sessions: see saved_sessions.pack.
+        """All groups, for a checkpoint. By group: ordinal, step, tick (-1: unfinished), scored. By response: seed, greedy,
+        finished (-1: neither), length. By token: the columns. now: the tick. Sessions: see saved_sessions.pack.
         """
         groups = [group for _, group in sorted(self._groups.items())]
         responses = [response for group in groups for response in group.responses]
@@ -230,6 +234,7 @@ class GroupBuffer:
             "ordinal": [group.ordinal for group in groups],
             "step": [group.step for group in groups],
             "tick": [-1 if group.tick is None else group.tick for group in groups],
+            "scored": [int(group.scored) for group in groups],
             "seed": [response.seed for response in responses],
             "greedy": [response.greedy for response in responses],
             "finished": [-1 if response.finished is None else response.finished for response in responses],
@@ -262,11 +267,14 @@ class GroupBuffer:
                 zip(*(arrays[name].tolist() for name in ("seed", "greedy", "finished")), strict=True)
             )
         ]
+        # Checkpoints of earlier versions do not know what was scored.
+        scored = arrays.get("scored", torch.zeros_like(arrays["tick"])).bool().tolist()
         for place, (ordinal, step, tick) in enumerate(
             zip(*(arrays[name].tolist() for name in ("ordinal", "step", "tick")), strict=True)
         ):
             of_group = responses[place * self.n : (place + 1) * self.n]
-            self._groups[ordinal] = PendingGroup(step, self._restored(ordinal), of_group, None if tick < 0 else tick)
+            tick = None if tick < 0 else tick
+            self._groups[ordinal] = PendingGroup(step, self._restored(ordinal), of_group, tick, scored[place])
         if self.agents is not None:
             self._load_sessions(self.agents, arrays)
 

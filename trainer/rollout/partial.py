@@ -260,8 +260,11 @@ class FilteredPartialRollouts(PartialRollouts):
                 flow.start()
                 submitted = self._submit(sampler, ended)
             if ended:
-                # Those that have waited were scored in their own step, and are not learned from again.
-                scored = self._scored(sampler, submitted, ended, step, phases, known={group.ordinal for group in waited})
+                # Those that were scored in an earlier step are not learned from again.
+                known = {group.ordinal for group in ended if group.scored}
+                scored = self._scored(sampler, submitted, ended, step, phases, known=known)
+                for group in ended:
+                    group.scored = True
                 kept.add(scored, [group.prompt for group in ended], Fraction(len(ended), round_size))
                 buffer.remove({group.ordinal for group in ended} - kept.ordinals)
             with phases("gen"):

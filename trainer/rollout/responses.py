@@ -54,11 +54,18 @@ def decode_sessions(rows: Batch, tokenizer: PreTrainedTokenizerBase) -> list[str
 def _joined(messages: Sequence[Mapping[str, Any]], turns: Sequence[str]) -> str | None:
     """The turns of a conversation with the messages between them, a line each; None if it has branches, with turns of others."""
     sampled = [i for i, message in enumerate(messages) if message.get("sampled")]
-    if len(sampled) != len(turns):
+    if not sampled or len(sampled) != len(turns):
         return None
     own = dict(zip(sampled, turns, strict=True))
-    after = range(sampled[0], len(messages))
-    return "\n".join(own[i] if i in own else str(messages[i].get("content") or "") for i in after)
+    # A loop may begin again with a prompt of its own, which is no part of what was said.
+    after = [i for i in range(sampled[0], len(messages)) if not messages[i].get("context")]
+    return "\n".join(own[i] if i in own else _text(messages[i].get("content")) for i in after)
+
+
+def _text(content: Any) -> str:
+    """Text of a message's content: a text, None, or a list of parts."""
+    parts = content if isinstance(content, list) else [content or ""]
+    return "".join(part if isinstance(part, str) else str(part.get("text") or "") for part in parts)
 
 
 def join_responses(questions: Batch, answers: Batch) -> Batch:

@@ -128,6 +128,8 @@ class Sampler:
         self._n_submitted = 0
         self._scored: dict[int, Score] = {}
         """Scores of sessions that have their own reward, by key."""
+        self._accurate = set[str]()
+        """Data sources whose scores have had ``acc``."""
 
     def next_batch(self, step: int, prompts: PromptStream, phases: Phases, overlap: Overlap | None = None) -> Batch:
         """Generate the step's training batch: scored responses, ``n`` per prompt, in the order of the prompts.
@@ -404,14 +406,15 @@ class Sampler:
     def _with_timeout_scores(self, scores: Sequence[Score], asked: Sequence[Prompt]) -> list[Score]:
         """Replace the missing value of scores that timed out by ``reward.timeout_score``.
 
-        Where the other scores of a data source have ``acc``, which decides groups and validation, those have 0.
+        Where scores of its data source have ``acc``, which decides groups and validation, it has 0.
         """
         late = self.reward.timeout_score
         if late is None:
             return list(scores)
-        accurate = {prompt.data_source for prompt, score in zip(asked, scores, strict=True) if "acc" in score.extra}
+        self._accurate |= {prompt.data_source for prompt, score in zip(asked, scores, strict=True) if "acc" in score.extra}
+        # A rule's acc stays if the model of a server was late.
         return [
-            replace(score, value=late, extra=score.extra | ({"acc": 0.0} if prompt.data_source in accurate else {}))
+            replace(score, value=late, extra=({"acc": 0.0} if prompt.data_source in self._accurate else {}) | score.extra)
             if score.timed_out and score.value is None
             else score
             for prompt, score in zip(asked, scores, strict=True)

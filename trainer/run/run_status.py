@@ -29,6 +29,7 @@ from trainer.run.run_dir import (
 NOT_THE_RUN = (
     "trainer.default_local_dir", "trainer.resume_mode", "trainer.max_restarts", "trainer.walltime", "trainer.watch.",
     "trainer.project_name", "trainer.experiment_name",
+    "trainer.export_dir", "trainer.rollout_data_dir",
     "trainer.logger", "trainer.objective", "trainer.dry_run", "trainer.full_traceback", "trainer.private",
     "timeouts.", "ray_kwargs.",
 )  # fmt: skip

@@ -40,8 +40,8 @@ class ResponseReader:
         self._tokenizer, self._splitter, self._stop, self._token_text = tokenizer, splitter, stop, token_text
         self._with_special = with_special
         self._decoder = DecodeStream(skip_special_tokens=not with_special)
-        self._last: int | None = None
-        """Token with which the text last grew."""
+        self._last: list[int] = []
+        """Tokens with which the text last grew."""
         self._pending: list[int] = []
         """Tokens after it: bytes that are no character yet."""
         self._turn = turn
@@ -99,12 +99,12 @@ class ResponseReader:
                 raise
             hidden = not self._with_special
             text = "".join(self._tokenizer.decode([byte], skip_special_tokens=hidden) for byte in self._pending)
-            self._decoder = DecodeStream([] if self._last is None else [self._last], skip_special_tokens=hidden)
+            self._decoder = DecodeStream(self._last, skip_special_tokens=hidden)
             text += self._decoder.step(self._tokenizer, token) or ""
         if text is None:
             self._pending.append(token)
             return ""
-        self._last, self._pending = token, []
+        self._last, self._pending = [*self._pending, token], []
         return text
 
     def _complete(self, *, truncated: bool, stop_sequence: str | None) -> ChatCompletion:

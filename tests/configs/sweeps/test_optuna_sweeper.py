@@ -95,13 +95,22 @@ def test_restarted_search_resumes_with_the_killed_trial(search: Search) -> None:
 
 def test_a_trial_killed_before_it_had_values_is_failed(search: Search, capsys: pytest.CaptureFixture[str]) -> None:
     search.special = dict.fromkeys(range(6))
-    search(*SEARCH, "hydra.sweeper.n_trials=2", "hydra.sweeper.n_jobs=2")
+    search(*SEARCH, "hydra.sweeper.n_trials=5", "hydra.sweeper.n_jobs=2")
     out, err = capsys.readouterr()
-    assert "best" not in out and err.endswith("the search ends with 0 of 2 trials: the last 3 launches failed\n")
+    assert "best: " not in out and err.endswith("the search ends with 0 of 5 results: 6 trials failed\n")
     study().ask()
     search(*SEARCH, "hydra.sweeper.n_trials=1")
     assert [number for number, *_ in search.jobs] == [*range(6), 7]
     assert [trial.state for trial in study().trials] == [TrialState.FAIL] * 7 + [TrialState.COMPLETE]
+
+
+def test_trials_that_diverge_do_not_end_a_search(search: Search, capsys: pytest.CaptureFixture[str]) -> None:
+    search.special = dict.fromkeys((1, 2, 3, 4, 5, *range(8, 99)), math.nan)
+    search(*SEARCH, "hydra.sweeper.n_trials=3")
+    assert [number for number, *_ in search.jobs] == [*range(6)], "twice as many at most"
+    assert capsys.readouterr().err.endswith("the search ends with 1 of 3 results: 5 trials failed\n")
+    search(*SEARCH, "hydra.sweeper.n_trials=3")
+    assert [number for number, *_ in search.jobs] == [*range(8)] and len(study().best_trials) == 1
 
 
 def test_the_same_seed_gives_the_same_trials(search: Search, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -82,6 +82,17 @@ class NoLoop:
     async def run(self):
         pass
 """
+AGAIN = """
+class Again(AddingLoop):
+    async def run(self, sampling_params, **kwargs):
+        prompts = [self.tokenizer.encode(text) for text in ("ab", "ba")]
+        for prompt in prompts:
+            output = await self.server_manager.generate(request_id="1", prompt_ids=prompt, sampling_params=sampling_params)
+        return AgentLoopOutput(prompt_ids=prompt, response_ids=output.token_ids, response_mask=[1] * len(output.token_ids),
+                               num_turns=2, metrics={})
+
+
+class NoLoop:"""
 LINES = [f"Adding. {call('f', a=2, b=3)}", "It is 5."]
 
 
@@ -121,6 +132,13 @@ def test_trained_ids_are_those_that_were_sampled(loops: AgentLoops) -> None:
         (n, n + len(first.token_ids)),
         (len(part.input_ids) - len(second.token_ids), len(part.input_ids)),
     ]
+
+
+def test_a_prompt_that_continues_nothing_is_marked(tmp_path: Path) -> None:
+    (tmp_path / "loop.py").write_text(LOOP.replace("class NoLoop:", AGAIN))
+    (tmp_path / "agent.yaml").write_text(f"- {{name: mine, _target_: '{tmp_path}/loop.py:Again'}}\n")
+    found, _ = run(AgentLoops(setup(tmp_path, loop="mine", loops=str(tmp_path / "agent.yaml"))), lines=["ab", "ba"])
+    assert [message.get("context") for message in found.messages] == [None, None, True, None] and len(found.parts) == 2
 
 
 def test_a_name_of_register_and_a_row_choose_the_loop(loops: AgentLoops) -> None:

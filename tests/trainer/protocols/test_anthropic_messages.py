@@ -56,6 +56,7 @@ def test_blocks_become_messages() -> None:
         ({"messages": [{"role": "system", "content": "x"}]}, "messages[0].role"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages[0].content[0].type"),
         ({"messages": [{"role": "user", "content": []}]}, "messages"),
+        ({"messages": [], "system": "x"}, "messages"),
         ({"messages": [{"role": "user", "content": 3}]}, "messages[0].content"),
         ({"messages": [{"role": "assistant", "content": [{"type": "redacted"}]}]}, "messages[0].content[0].type"),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type"),

@@ -287,7 +287,10 @@ def test_groups_that_waited_for_a_step_are_learned_from_once(case: Case, monkeyp
     run = Run(case, mixture(0), groups=4, max_age=6)
     for _ in range(8):
         run.next_batch()
-    assert max(scored.values()) > 1 and set(learned.values()) == {1}
+        resumed = Run(case, run.kinds, groups=4, max_age=6)
+        resumed.resume(run.state)
+        run = resumed
+    assert max(scored.values()) > 1 and set(learned.values()) == {1} and learned.keys() == scored.keys()
 
 
 @pytest.mark.parametrize("seed", range(100))

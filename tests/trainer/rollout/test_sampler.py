@@ -683,6 +683,9 @@ def test_a_late_response_is_wrong_where_others_are_right_or_wrong() -> None:
     assert [(score.value, score.extra) for score in found] == [
         (-1.0, {"acc": 0.0}), (-1.0, {"acc": 0.0}), (0.5, {"length": 3.0}), (-1.0, {})
     ]  # fmt: skip
+    model_late = replace(late, extra={"acc": 1.0})
+    both = sampler._with_timeout_scores([late, model_late], asked[:2])
+    assert [score.extra for score in both] == [{"acc": 0.0}, {"acc": 1.0}], "also where all are late; a rule's stays"
 
 
 @given(st.lists(st.tuples(st.integers(1, 5), st.integers(0, 6), st.booleans()), min_size=1, max_size=9))

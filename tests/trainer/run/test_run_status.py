@@ -44,7 +44,7 @@ def test_outcome_of_new_interrupted_and_failed_runs(tmp_path: Path) -> None:
     [
         "trainer.default_local_dir", "trainer.resume_mode", "trainer.max_restarts", "trainer.walltime", "trainer.watch.disk_gb",
         "trainer.logger", "trainer.objective", "trainer.dry_run", "trainer.full_traceback", "timeouts.step", "ray_kwargs.a.b",
-        "trainer.project_name", "trainer.experiment_name",
+        "trainer.project_name", "trainer.experiment_name", "trainer.export_dir", "trainer.rollout_data_dir",
     ],
 )  # fmt: skip
 def test_keys_without_effect_on_the_result_may_change(key: str, tmp_path: Path) -> None:

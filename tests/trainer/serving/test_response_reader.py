@@ -84,6 +84,7 @@ def test_a_run_of_bytes_that_is_no_text_becomes_replacement_characters() -> None
         ([256, 0x0A, 0xE5, 0x0A, 256, 0x0A, 0xFF, 256], "a\n\ufffd\na\n\ufffda"),
         ([256, 0x0A, 0xE5, 0xA5, 0xBD, 256], "a\n好a"),
         ([0x0A, 0xE5], "\n"),
+        ([256, 0xC3, 0xA9, 0xFF, 256, 256], "aé\ufffdaa"),
         ([256, 0x0A, 0xE5, 257], "a\n\ufffd a"),  # a first space would be taken off
     ):
         one = ResponseReader(0, [1], tokenizer, None, stop=(), token_text=None, with_special=False, turn=0)

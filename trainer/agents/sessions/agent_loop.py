@@ -224,7 +224,11 @@ def _isolated(function: AgentLoop) -> AgentLoop:
         try:
             reward = await function(session)
         finally:
-            _check_json(session)
+            wrong = _take_out(session)
+        if wrong:
+            raise ValueError(
+                f"{', '.join(wrong)} of the session must be JSON, for checkpoints; convert numbers of NumPy with int()"
+            )
         number = None if reward is None else finite(reward)
         if reward is not None and number is None:
             raise ValueError(f"the reward is {reward!r:.60}, not a finite number")
@@ -237,14 +241,13 @@ def _isolated(function: AgentLoop) -> AgentLoop:
     return run
 
 
-def _check_json(session: AgentSession) -> None:
-    """Raise ValueError, one line, if ``extra`` or a message is no JSON, as which a checkpoint keeps it; it is taken out."""
+def _take_out(session: AgentSession) -> list[str]:
+    """Take what is no JSON, as which a checkpoint keeps them, out of ``extra`` and the messages; returns their places."""
     wrong = [f"extra[{name!r}]" for name, value in session.extra.items() if not _is_json(value)]
     wrong += [f"messages[{i}]" for i, message in enumerate(session.messages) if not _is_json(message)]
     session.extra = {name: value for name, value in session.extra.items() if _is_json(value)}
     session.messages[:] = [message for message in session.messages if _is_json(message)]
-    if wrong:
-        raise ValueError(f"{', '.join(wrong)} of the session must be JSON, for checkpoints; convert numbers of NumPy with int()")
+    return wrong
 
 
 def _is_json(value: Any) -> bool:

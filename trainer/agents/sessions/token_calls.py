@@ -23,7 +23,7 @@ from trainer.agents.sessions.agent_kit import AgentSetup
 from trainer.agents.sessions.agent_session import AgentLoop, AgentSession, JournalDiffers, SessionEnded, SessionRefused
 from trainer.agents.sessions.protocol import SampledTurn
 from trainer.agents.token_loops import AgentLoopOutput, AsyncLLMServerManager, TokenOutput
-from trainer.agents.tree import ConversationTree, Row
+from trainer.agents.tree import ROOT, ConversationTree, Row
 from trainer.rewards.scoring import finite
 
 
@@ -76,10 +76,12 @@ class TokenCalls:
         finally:
             self._runs = False
         assert turn is not None, "the controller answers the call that waits"
-        observed = session.tree.nodes[call.node].ids
+        node = session.tree.nodes[call.node]
         if session.answered > 1:
-            session.metrics["tokens/observed"] += len(observed)
-            session.messages.append({"role": "tool", "content": session.kit.seams.text(observed)})
+            session.metrics["tokens/observed"] += len(node.ids)
+            session.messages.append({"role": "tool", "content": session.kit.seams.text(node.ids)})
+            if node.parent == ROOT:  # a prompt of its own, which nothing continues
+                session.mark(session.messages[-1], context=True)
         session.append(session.record(call, turn, None, number=session.answered - 1, most=most))
         return turn
 

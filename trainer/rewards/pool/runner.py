@@ -317,15 +317,15 @@ class _Process:
     def kill(self) -> str:
         """Kill the process and everything it started; return how it ended.
 
-        Of a process that has ended, what runs in another session is found no more.
+        What runs in another session is found below the process alone: not after it, or what started it there, has ended.
         """
         self.connection.close()
         started: list[psutil.Process] = []
-        with suppress(psutil.NoSuchProcess):
+        with suppress(psutil.Error):
             started = psutil.Process(self._popen.pid).children(recursive=True)
         ending = kill_group(self._popen)
         # Those in sessions of their own: Popen(start_new_session=True) is common in code that runs programs.
         for process in started:
-            with suppress(psutil.NoSuchProcess):
+            with suppress(psutil.Error):
                 process.kill()
         return ending

@@ -198,7 +198,7 @@ def write_model(shell: PreTrainedModel | None, weights: Iterable[tuple[str, Tens
 
 def remove_weights(directory: Path) -> None:
     """Remove the weights of an earlier model: what the new one does not replace, a reader could take for a part of it."""
-    for path in (*directory.glob("model*.safetensors"), directory / INDEX):
+    for path in (directory / "model.safetensors", *directory.glob("model-?????-of-?????.safetensors"), directory / INDEX):
         path.unlink(missing_ok=True)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from configs.validation.agents import LOOPS as NAMES
 from tests.trainer.agents.families import QWEN3, QWEN25
@@ -30,6 +31,7 @@ from trainer.agents.sessions.saved_sessions import pack
 from trainer.agents.sessions.session_flow import finished_rows
 from trainer.data.encoding import parsed
 from trainer.rollout.responses import decode_sessions
+from workers.batch import Batch
 
 
 def finish(loops: AgentLoops, *lines: str, model: Model | None = None, **changes: Any) -> Finished:
@@ -157,6 +159,23 @@ def test_the_text_of_a_session_in_several_rows_is_that_of_all_its_turns(tmp_path
     assert last == f"{shown[0]}\n{replies[0]}\n{shown[1]}\n{replies[1]}" and replies[1]
     assert shown[0] in first and shown[1] not in first
     assert all(text in whole for text in (*lines, replies[0]))
+
+
+def test_a_prompt_of_its_own_between_turns_is_no_part_of_the_text() -> None:
+    """A loop on token ids may summarise, and ask again with another prompt."""
+    encode = QWEN25.seams.ids
+    (first, one), (second, two) = [(encode(prompt), encode(turn)) for prompt, turn in (("ab 1?", "b a"), ("ba 2?", "a b"))]
+    said = {"role": "assistant", "content": "x", "sampled": True}
+    messages = [{"role": "user", "content": "ab 1?"}, said, {"role": "tool", "content": "ba 2?", "context": True}, said]
+    messages.insert(2, {"role": "user", "content": [{"type": "text", "text": "parts"}]})
+    places = [(0, len(first), len(first + one), 0, 0, 9), (1, len(second), len(second + two), 1, 0, 9)]
+    rows = Batch(
+        torch.tensor([len(first + one), len(second + two)]),
+        {"input_ids": torch.tensor(first + one + second + two)},
+        {"part": torch.tensor([0, 1]), "prompt_length": torch.tensor([len(first), len(second)])},
+        {"session": [{"messages": messages, "turns": places}] * 2},
+    )
+    assert decode_sessions(rows, QWEN25.tokenizer) == ["b a", "b a\nparts\na b"]
 
 
 def test_a_prompt_that_is_too_long_or_refused_is_an_error_of_the_run(tmp_path: Path) -> None:
