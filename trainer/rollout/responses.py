@@ -57,7 +57,7 @@ def _joined(messages: Sequence[Mapping[str, Any]], turns: Sequence[str]) -> str 
     if not sampled or len(sampled) != len(turns):
         return None
     own = dict(zip(sampled, turns, strict=True))
-    # A loop may begin again with a prompt of its own, which is no part of what was said.
+    # A loop may begin again with a prompt of its own, which is no part of the conversation.
     after = [i for i in range(sampled[0], len(messages)) if not messages[i].get("context")]
     return "\n".join(own[i] if i in own else _text(messages[i].get("content")) for i in after)
 

@@ -165,8 +165,8 @@ def test_a_prompt_of_its_own_between_turns_is_no_part_of_the_text() -> None:
     """A loop on token ids may summarise, and ask again with another prompt."""
     encode = QWEN25.seams.ids
     (first, one), (second, two) = [(encode(prompt), encode(turn)) for prompt, turn in (("ab 1?", "b a"), ("ba 2?", "a b"))]
-    said = {"role": "assistant", "content": "x", "sampled": True}
-    messages = [{"role": "user", "content": "ab 1?"}, said, {"role": "tool", "content": "ba 2?", "context": True}, said]
+    turn = {"role": "assistant", "content": "x", "sampled": True}
+    messages = [{"role": "user", "content": "ab 1?"}, turn, {"role": "tool", "content": "ba 2?", "context": True}, turn]
     messages.insert(2, {"role": "user", "content": [{"type": "text", "text": "parts"}]})
     places = [(0, len(first), len(first + one), 0, 0, 9), (1, len(second), len(second + two), 1, 0, 9)]
     rows = Batch(
