@@ -7,11 +7,13 @@ import json
 import math
 import os
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Generic, Literal, TypeVar, get_args, get_origin
 
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import ChoiceSweep, QuotedString
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import TypeAdapter, ValidationError
@@ -111,6 +113,31 @@ def load(tree: Mapping[str, Any], schema: type[Config], typed: Collection[str] =
         raise ConfigError("\n".join(_problems(error, keys))) from error
     config, cut = within_bounds(config, typed)
     return Loaded(config, (*notes, *cut))
+
+
+def check_swept(overrides: Sequence[str], schema: type) -> None:
+    """Check the values of a sweep. Raises ConfigError, one line for each that its key does not take.
+
+    Otherwise the job that has it would find it, when the jobs before it have ended. Of lists, mappings, intervals and what refers
+    to other keys the job checks the values.
+    """
+    keys, problems = keys_of(schema), list[str]()
+    for override in OverridesParser.create().parse_overrides(list(overrides)):
+        key, sweep = override.key_or_group, override.value()
+        if not isinstance(sweep, ChoiceSweep) or key not in keys.leaves:
+            continue
+        texts = [element.text if isinstance(element, QuotedString) else element for element in sweep.list]
+        for value in texts:
+            if isinstance(value, list | dict) or "${" in str(value):
+                continue
+            converted = _convert({key: value}, keys.leaves, "")[key]
+            try:
+                _adapter(keys.leaves[key]).validate_json(json.dumps(converted), strict=True)
+            except ValidationError as error:
+                place = tuple(key.split("."))
+                problems += [_problem(entry | {"loc": place}, keys) for entry in error.errors()[:1]]
+    if problems:
+        raise ConfigError("\n".join(problems))
 
 
 def _take_engine_arguments(tree: Mapping[str, Any]) -> list[str]:

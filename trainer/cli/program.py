@@ -24,7 +24,7 @@ from configs.base.keys import CONFIG_DIR, ConfigError, described, keys_of
 from configs.base.locks import check_writable
 from configs.base.secrets import hidden
 from configs.compose import Tree, run_jobs
-from configs.load import load
+from configs.load import check_swept, load
 from configs.required import unset_keys
 from configs.schema.common import ProgramConfig, RunConfig, RunnableConfig, WorkersConfig
 from configs.sweeps.sweep_points import INTERRUPTED, Point, Result, Status, Value, read_results, write_result
@@ -129,6 +129,7 @@ class Program(Generic[Config]):
 
         try:
             command = normalise(argv, self.schema, self.root)
+            check_swept(command.overrides, self.schema)
             results = run_jobs(command, self.root, job)
         except ConfigError as error:
             return complain(*str(error).splitlines(), full_traceback=full)

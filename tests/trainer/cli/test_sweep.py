@@ -110,6 +110,18 @@ def test_finished_trial_without_its_exported_model_is_run_again(runs: Runs, caps
     assert "point 0 finished, and its exported model is missing: it is exported again\n" in err and "point 1 was finished" in err
 
 
+def test_wrong_values_of_a_sweep_are_found_before_its_first_trial(runs: Runs, capsys: pytest.CaptureFixture[str]) -> None:
+    assert (
+        runs("optim.lr=0.1,abc,0.2", "trainer.seed=1,x", "data.truncation=right,up,'left'", "optim.betas=[0.9,0.99],[0.8,0.9]")
+        == 2
+    )
+    lines = capsys.readouterr().err.splitlines()
+    assert runs.begun == [] and [line.partition(":")[0] for line in lines] == ["error"] * 3
+    assert lines[0] == 'error: optim.lr="abc": must be a valid number' and 'trainer.seed="x"' in lines[1]
+    assert 'data.truncation="up": must be one of ' in lines[2]
+    assert runs("optim.lr=0.1,1e-2", "trainer.walltime=null,3600") == 0
+
+
 def test_killed_and_failed_trials_are_run_again(runs: Runs, capsys: pytest.CaptureFixture[str]) -> None:
     runs.fail = {0.01: RuntimeError("broken")}
     assert runs("optim.lr=0.1,0.01,0.001") == 1
