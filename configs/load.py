@@ -14,6 +14,7 @@ from typing import Any, Generic, Literal, TypeVar, get_args, get_origin
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import ChoiceSweep, QuotedString
+from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import TypeAdapter, ValidationError
@@ -122,7 +123,11 @@ def check_swept(overrides: Sequence[str], schema: type) -> None:
     to other keys the job checks the values.
     """
     keys, problems = keys_of(schema), list[str]()
-    for override in OverridesParser.create().parse_overrides(list(overrides)):
+    try:
+        parsed = OverridesParser.create().parse_overrides(list(overrides))
+    except HydraException:
+        return  # which the composition reports
+    for override in parsed:
         key, sweep = override.key_or_group, override.value()
         if not isinstance(sweep, ChoiceSweep) or key not in keys.leaves:
             continue

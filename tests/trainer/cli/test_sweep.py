@@ -120,6 +120,8 @@ def test_wrong_values_of_a_sweep_are_found_before_its_first_trial(runs: Runs, ca
     assert lines[0] == 'error: optim.lr="abc": must be a valid number' and 'trainer.seed="x"' in lines[1]
     assert 'data.truncation="up": must be one of ' in lines[2]
     assert runs("optim.lr=0.1,1e-2", "trainer.walltime=null,3600") == 0
+    assert runs("optim.lr=0.1,1e-2", "trainer.project_name=a[b") == 2
+    assert capsys.readouterr().err.startswith("error: trainer.project_name=a[b: cannot be parsed")
 
 
 def test_killed_and_failed_trials_are_run_again(runs: Runs, capsys: pytest.CaptureFixture[str]) -> None:
