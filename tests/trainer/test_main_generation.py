@@ -249,5 +249,5 @@ def test_run_whose_rewards_all_fail_writes_no_shard(task: Path, tmp_path: Path, 
     (tmp_path / "broken.py").write_text("def compute_score(**_):\n    return 'x'\n")
     broken = [f"reward.custom_reward_function.path={tmp_path}/broken.py", "selection.score=true"]
     assert main_generation.PROGRAM(arguments(task, tmp_path, *broken)) == 2
-    assert "all 32 rewards of a shard failed; the first: the reward is 'x'" in capsys.readouterr().err
+    assert "all 32 rewards of shard 0 failed; the first: the reward is 'x'" in capsys.readouterr().err
     assert list(shard_bytes(tmp_path)) == []
