@@ -145,14 +145,20 @@ def model_app(engine: ModelEngine, model: ServedModel, *, token: str, most_bytes
     for path in PROTOCOLS:
         app.add_route(path, answer, methods=["POST"])
 
+    entry = {"id": model.name, "object": "model", "created": started, "owned_by": "tandem", "max_model_len": model.max_length}
+
     @app.get("/v1/models")
-    async def models(request: Request) -> JSONResponse:
+    @app.get("/v1/models/{name:path}")
+    async def models(request: Request, name: str | None = None) -> JSONResponse:
         try:
             check_token(request, token)
         except RequestError as error:
             return refusal(openai_chat, error.status, str(error))
-        entry = {"id": model.name, "object": "model", "created": started, "owned_by": "tandem"}
-        return JSONResponse({"object": "list", "data": [entry | {"max_model_len": model.max_length}]})
+        if name is None:
+            return JSONResponse({"object": "list", "data": [entry]})
+        if name != model.name:
+            return refusal(openai_chat, 404, f"model {name!r:.80}: not here; this server has {model.name!r}")
+        return JSONResponse(entry)
 
     @app.get("/health")
     async def get_health() -> JSONResponse:
@@ -166,8 +172,12 @@ def model_app(engine: ModelEngine, model: ServedModel, *, token: str, most_bytes
     @app.exception_handler(404)
     @app.exception_handler(405)
     async def not_found(request: Request, error: HTTPException) -> JSONResponse:
-        protocol = PROTOCOLS.get(request.url.path, openai_chat)
-        return refusal(protocol, error.status_code, f"{request.method} {request.url.path}: {error.detail}")
+        path = request.url.path
+        protocol = next((own for known, own in PROTOCOLS.items() if f"{path}/".startswith(f"{known}/")), openai_chat)
+        reply = protocol.error(error.status_code, hidden(f"{request.method} {path}: {error.detail}"))
+        if "code" in reply["error"]:
+            reply["error"]["code"] = None  # 404 would be that of a model
+        return JSONResponse(reply, error.status_code)
 
     return app
 

@@ -35,7 +35,9 @@ def check_token(request: Request, token: str | None) -> None:
     key = given if kind.lower() == "bearer" else request.headers.get("x-api-key", "")
     # compare_digest takes the same time for every token: response times reveal nothing about the right one.
     if not hmac.compare_digest(key.strip().encode(), token.encode()):
-        raise RequestError(401, "no token, or the wrong one: the request must bear «Authorization: Bearer TOKEN»")
+        raise RequestError(
+            401, "no token, or the wrong one: the request must have «Authorization: Bearer TOKEN» or «x-api-key: TOKEN»"
+        )
 
 
 async def body_of(request: Request, most_bytes: int) -> bytes:

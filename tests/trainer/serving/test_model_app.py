@@ -147,11 +147,18 @@ def test_the_key_of_anthropics_clients_is_a_token(server: EchoServer) -> None:
     assert post(server.url, MESSAGES, BODIES[MESSAGES], headers)[0] == 200
     assert post(server.url, MESSAGES, BODIES[MESSAGES], headers | {"x-api-key": "wrong"})[0] == 401
     assert post(server.url, "/v1/models", None, {}, method="GET")[0] == 401
-    assert post(server.url, "/v1/models", None, headers, method="GET")[1]["data"][0]["id"] == "echo"
+    (listed,) = post(server.url, "/v1/models", None, headers, method="GET")[1]["data"]
+    assert listed["id"] == "echo" and post(server.url, "/v1/models/echo", None, headers, method="GET") == (200, listed)
+    status, reply = post(server.url, "/v1/models/own/other", None, headers, method="GET")
+    assert status == 404 and reply["error"]["code"] == "model_not_found" and "'own/other': not here" in reply["error"]["message"]
+    assert post(server.url, "/v1/models/echo", None, {}, method="GET")[0] == 401
 
 
 def test_an_unknown_path_or_method_is_an_error_with_a_body(server: EchoServer) -> None:
-    assert post(server.url, "/v1/embeddings", {})[1]["error"]["type"] == "not_found_error"
+    error = post(server.url, "/v1/embeddings", {})[1]["error"]
+    assert (error["type"], error["code"]) == ("not_found_error", None)
+    status, reply = post(server.url, f"{MESSAGES}/count_tokens", {})
+    assert status == 404 and reply["type"] == "error" and reply["error"]["type"] == "not_found_error"
     assert post(server.url, MESSAGES, None, method="GET") == (
         405, {"type": "error", "error": {"type": "invalid_request_error", "message": "GET /v1/messages: Method Not Allowed"}},
     )  # fmt: skip
