@@ -245,10 +245,10 @@ def test_death_of_a_process_is_seen_although_what_it_forked_lives(rewards: Path)
 
 def test_a_large_score_is_not_late_because_the_runner_was_away(rewards: Path) -> None:
     """Only a part of it fits into the socket; the process waits until the runner reads."""
-    with RewardRunner(config(rewards, num_workers=1, timeout=0.5)) as runner:
+    with RewardRunner(config(rewards, num_workers=1, timeout=1.0)) as runner:
         runner.wait_ready()
         runner.submit(answers("large", "long 3000000"), [0, 1])
-        time.sleep(1.0)
+        time.sleep(2.0)
         large, long = runner.finish([0, 1])
     assert large.value == 0 and len(large.extra) == 20_000 and not long.timed_out
     assert long.error is not None and long.error.startswith("ValueError: xxx") and len(long.error) < 2100
