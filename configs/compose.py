@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager, redirect_stdout
 from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import hydra
 import yaml
@@ -87,14 +87,14 @@ def run_jobs(command: CommandLine, root: str, job: Callable[[Tree, Point | None]
         if HydraConfig.get().mode != RunMode.MULTIRUN:
             return job(tree, None)
         # Each trial needs its own run directory, unless the user's overrides already make them distinct.
-        number = HydraConfig.get().job.num
-        if not _sweeps_over_directories(command):
+        number, distinct = HydraConfig.get().job.num, _sweeps_over_directories(command)
+        written: Any = OmegaConf.to_container(tree.trainer)
+        if not distinct:
             tree.trainer.default_local_dir = f"{tree.trainer.default_local_dir}/{number}"
-            checkpoint = tree.trainer.get("checkpoint", {})
-            if checkpoint.get("remote_dir") is not None:
-                checkpoint.remote_dir = f"{checkpoint.remote_dir}/{number}"
-        written = OmegaConf.to_container(tree.trainer)
-        assert isinstance(written, dict)
+        checkpoint = tree.trainer.get("checkpoint", {})
+        remote = checkpoint.get("remote_dir")
+        if remote is not None and not (distinct and "${" in written["checkpoint"]["remote_dir"]):
+            checkpoint.remote_dir = f"{remote}/{number}"
         for name in ("export_dir", "rollout_data_dir"):
             path = tree.trainer.get(name)
             # Below the job's own directory, or made of its number, it is distinct already.

@@ -26,7 +26,7 @@ SEARCHED = "searched"
 """User attribute of the study: its search space and fixed settings."""
 
 
-MOST_IN_VAIN = 3
+MAX_FAILED_LAUNCHES = 3
 """Launches without any complete trial that end a search: the command is wrong, and not the trials."""
 
 
@@ -34,7 +34,7 @@ class OptunaSweeper(Sweeper):
     """Hydra sweeper that runs the trials of an Optuna study. A trial's number is its job's number and names its run directory.
 
     When a sweep is restarted, interrupted trials are resumed first; then new trials run until ``n_trials`` are complete. Failed
-    trials do not count; a start begins 2 * n_trials at most, and ends early if the first launches have no result (MOST_IN_VAIN).
+    trials do not count: a start begins 2 * n_trials at most, and ends early if the first launches have no result.
     """
 
     def __init__(self, n_trials: int, n_jobs: int, sampler: str, seed: int | None) -> None:
@@ -80,15 +80,18 @@ class OptunaSweeper(Sweeper):
         def n_complete() -> int:
             return len(study.get_trials(states=(TrialState.COMPLETE,)))
 
-        begun = launches = 0
+        before, begun, launches = n_complete(), 0, 0
         # Trials may diverge; a command of which none succeeds is wrong.
-        while (done := n_complete()) < self.n_trials and begun < 2 * self.n_trials and (done or launches < MOST_IN_VAIN):
+        while (done := n_complete()) < self.n_trials and begun < 2 * self.n_trials and (done or launches < MAX_FAILED_LAUNCHES):
             trials = [study.ask(fixed_distributions=space) for _ in range(min(self.n_trials - done, self.n_jobs))]
             if not self.run(study, trials, fixed):
                 return
             begun, launches = begun + len(trials), launches + 1
         if done < self.n_trials:
-            print(f"the search ends with {done} of {self.n_trials} results: {begun - done} trials failed", file=sys.stderr)
+            print(
+                f"the search ends with {done} of {self.n_trials} results: {begun - (done - before)} trials failed",
+                file=sys.stderr,
+            )
         if study.get_trials(states=(TrialState.COMPLETE,)):
             best = study.best_trial
             print(f"best: trial {best.number}, {self.settings.trainer.objective} with {', '.join(words(best))}")

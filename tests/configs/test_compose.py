@@ -221,6 +221,10 @@ def test_jobs_of_a_sweep_have_separate_remote_directories(tmp_path: Path, monkey
     asked = ("-m", "trainer.checkpoint.remote_dir=s3://bucket/grid", "trainer.seed=4,5", "trainer.dry_run=config")
     assert [one.trainer.checkpoint.remote_dir for one in jobs(*asked)] == ["s3://bucket/grid/0", "s3://bucket/grid/1"]
     assert {one.trainer.checkpoint.remote_dir for one in jobs("-m", "trainer.seed=4,5", "trainer.dry_run=config")} == {None}
+    swept = ("-m", "trainer.default_local_dir=runs/a,runs/b", "trainer.dry_run=config")
+    for typed, remote in (("s3://grid", ["s3://grid/0", "s3://grid/1"]), ("s3://${hydra:job.num}", ["s3://0", "s3://1"])):
+        found = jobs(*swept, f"trainer.checkpoint.remote_dir={typed}")
+        assert [one.trainer.checkpoint.remote_dir for one in found] == remote
 
 
 def test_jobs_of_a_sweep_have_separate_outputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

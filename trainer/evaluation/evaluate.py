@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -124,9 +124,9 @@ def as_list(value: Any, kind: type | tuple[type, ...], key: str, where: str) -> 
 
 
 def evaluate(prompts: Sequence[Scored], metrics: MetricsConfig, seed: int) -> dict[str, Any]:
-    """Counts, and mean@k, pass@k and maj@k as fields of Interval, per data source and, if there are several, over all (ALL, with
-    an underscore behind it if a source has that name). A source without any score has counts only.
+    """Counts, and mean@k, pass@k and maj@k as fields of Interval, per data source and, if there are several, over all.
 
+    Over all: under ALL, with an underscore behind it if a source has that name. A source without any score has counts only.
     A prompt with fewer than k scored responses is excluded from the metrics of k; prompts@k counts the included ones. mean@k is
     the mean over all their responses for every k: the mean of a random subset has the same expectation.
     """
@@ -134,12 +134,11 @@ def evaluate(prompts: Sequence[Scored], metrics: MetricsConfig, seed: int) -> di
     for prompt in sorted(prompts, key=lambda prompt: prompt.data_source):
         groups.setdefault(prompt.data_source or UNNAMED, []).append(prompt)
     if len(groups) > 1:
-        groups[_free(ALL, groups)] = list(prompts)
+        name = ALL
+        while name in groups:
+            name += "_"
+        groups[name] = list(prompts)
     return {source: of_group(group, metrics, seed) for source, group in groups.items()}
-
-
-def _free(name: str, taken: Container[str]) -> str:
-    return _free(f"{name}_", taken) if name in taken else name
 
 
 def of_group(group: Sequence[Scored], metrics: MetricsConfig, seed: int) -> dict[str, Any]:

@@ -21,7 +21,7 @@ STAGED, WRITTEN = 2.9e10, 1.04e10
 """Bytes per second of a node until training continues after a checkpoint: with async_save, a copy in host memory; without it, the
 files (7B on four H200, 91.4 GB: 3.2 s and 8.8 s with the run directory in memory, docs/evidence.md)."""
 LONGEST_ROUND = 1 << 22
-"""Steps of a simulated round, of 8 bytes each: 100 steps and one checkpoint in two days or more often."""
+"""Steps of a simulated round, which take 8 bytes each in several arrays."""
 FAILURES = 2000
 """Simulated failures of an interval: the goodput's standard error is below 1 %."""
 

@@ -161,7 +161,7 @@ def openai_error(status: int, message: str, param: str | None = None) -> Body:
     """Body of an error of OpenAI's protocols."""
     kinds = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
     kind = kinds.get(status, "invalid_request_error" if status < 500 else "server_error")
-    codes = {401: "invalid_api_key", 404: "model_not_found", 429: "rate_limit_exceeded"}
+    codes = {401: "invalid_api_key", 404: "model_not_found" if param == "model" else None, 429: "rate_limit_exceeded"}
     return {"error": {"message": message, "type": kind, "param": param, "code": codes.get(status)}}
 
 

@@ -59,7 +59,7 @@ class Conversations:
 
 def rendered(messages: list[Message]) -> list[Message]:
     """Messages of a session with the fields that a reward model reads."""
-    return [{name: message[name] for name in message if name not in NOT_RENDERED} for message in messages]
+    return [{name: value for name, value in message.items() if name not in NOT_RENDERED} for message in messages]
 
 
 def with_template(tokenizer: PreTrainedTokenizerBase, path: str | None) -> PreTrainedTokenizerBase:

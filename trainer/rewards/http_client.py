@@ -65,13 +65,8 @@ def post(url: str, body: bytes, *, token: str | None, timeout: float, timeout_ke
     except urllib.error.HTTPError as error:
         kind = TransientError if error.code in _TRANSIENT else RequestRefused
         raise kind(hidden(f"HTTP {error.code} from {url}: {_reason(error)}")) from error
-    except (
-        OSError,
-        http.client.HTTPException,
-        ValueError,
-        RecursionError,
-    ) as error:
-        # No connection, a timeout, an invalid reply.
+    # No connection, a timeout, an invalid reply.
+    except (OSError, http.client.HTTPException, ValueError, RecursionError) as error:
         # Only a timeout of the reply counts as late; one of the connection is a URLError and says nothing about the response.
         late = isinstance(error, TimeoutError)
         raise TransientError(hidden(f"{url}: {type(error).__name__}: {error}"), late=late) from error

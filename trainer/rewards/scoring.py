@@ -216,7 +216,7 @@ def in_threads(function: Callable[[Item], Result], items: Sequence[Item], thread
 
 
 def awaited(result: Any) -> Any:
-    """The result of a function, also of an async one, in a loop of its own."""
+    """Result of a function; that of an async one is computed in an event loop of its own."""
     return asyncio.run(result) if inspect.iscoroutine(result) else result
 
 

@@ -118,6 +118,9 @@ def model_app(engine: ModelEngine, model: ServedModel, *, token: str, most_bytes
     app = FastAPI(openapi_url=None)
     started, numbers, run = int(time.time()), itertools.count(), secrets.token_hex(4)
 
+    def other_model(name: str) -> str:
+        return f"model {name!r:.80}: not here; this server has {model.name!r}"
+
     async def answer(request: Request) -> Response:
         """Reply to a request of any protocol."""
         protocol = PROTOCOLS[request.url.path]
@@ -125,7 +128,7 @@ def model_app(engine: ModelEngine, model: ServedModel, *, token: str, most_bytes
             check_sender(request, token)
             wanted = protocol.parse(decode_body(await body_of(request, most_bytes)))
             if wanted.model != model.name:
-                raise RequestError(404, f"model {wanted.model!r:.80}: not here; this server has {model.name!r}")
+                return refusal(protocol, 404, other_model(wanted.model), "model")
             running = RunningRequest(engine, model, wanted)
             head = Head(f"{run}-{next(numbers)}", int(time.time()), model.name)
             if wanted.stream:
@@ -157,7 +160,7 @@ def model_app(engine: ModelEngine, model: ServedModel, *, token: str, most_bytes
         if name is None:
             return JSONResponse({"object": "list", "data": [entry]})
         if name != model.name:
-            return refusal(openai_chat, 404, f"model {name!r:.80}: not here; this server has {model.name!r}")
+            return refusal(openai_chat, 404, other_model(name), "model")
         return JSONResponse(entry)
 
     @app.get("/health")
@@ -174,10 +177,7 @@ def model_app(engine: ModelEngine, model: ServedModel, *, token: str, most_bytes
     async def not_found(request: Request, error: HTTPException) -> JSONResponse:
         path = request.url.path
         protocol = next((own for known, own in PROTOCOLS.items() if f"{path}/".startswith(f"{known}/")), openai_chat)
-        reply = protocol.error(error.status_code, hidden(f"{request.method} {path}: {error.detail}"))
-        if "code" in reply["error"]:
-            reply["error"]["code"] = None  # 404 would be that of a model
-        return JSONResponse(reply, error.status_code)
+        return refusal(protocol, error.status_code, f"{request.method} {path}: {error.detail}")
 
     return app
 

@@ -111,6 +111,8 @@ def test_trials_that_diverge_do_not_end_a_search(search: Search, capsys: pytest.
     assert capsys.readouterr().err.endswith("the search ends with 1 of 3 results: 5 trials failed\n")
     search(*SEARCH, "hydra.sweeper.n_trials=3")
     assert [number for number, *_ in search.jobs] == [*range(8)] and len(study().best_trials) == 1
+    search(*SEARCH, "hydra.sweeper.n_trials=4")
+    assert capsys.readouterr().err.endswith("the search ends with 3 of 4 results: 8 trials failed\n"), "of this start"
 
 
 def test_the_same_seed_gives_the_same_trials(search: Search, monkeypatch: pytest.MonkeyPatch) -> None:
