@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # PPO (arXiv:1707.06347) with long responses: trainer and engine take turns on the same GPUs, and each has nearly all of their memory.
 # While vLLM generates, actor, critic and reference are on the host; while they learn, vLLM sleeps (rollout.free_cache_engine, on by default).
-# Qwen2-7B-Instruct on GSM8K and MATH. 8 GPUs of 80 GB, FSDP, vLLM; 200 GB of the host's memory. Not run here.
+# Qwen2-7B-Instruct on GSM8K and MATH. 8 GPUs of 80 GB, FSDP, vLLM; 200 GB of the host's memory. Only run with fewer tokens: docs/gpu.md.
 set -euo pipefail
 
 settings=(

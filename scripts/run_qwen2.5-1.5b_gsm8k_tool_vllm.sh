@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # GRPO (Shao et al. 2024, arXiv:2402.03300) with a tool: the model may check its answers before the final one. Qwen2.5-1.5B-Instruct on GSM8K.
-# 1 GPU of 80 GB, FSDP, vLLM. Not run here.
+# 1 GPU of 80 GB, FSDP, vLLM. Only run with fewer tokens: docs/gpu.md.
 #     python -m data_preprocess.gsm8k    # once, to ~/data/gsm8k: its rows tell the tool the answer
 set -euo pipefail
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # DAPO (Yu et al. 2025, arXiv:2503.14476): clip-higher, dynamic sampling, loss by tokens (the default), soft overlong punishment, no KL.
 # Batch, group, updates and learning rate are its section 4.1's; responses are a quarter as long, as GSM8K and MATH are easier than its
-# data. Qwen2.5-7B, the base model. 8 GPUs of 80 GB, FSDP, vLLM. Not run here.
+# data. Qwen2.5-7B, the base model. 8 GPUs of 80 GB, FSDP, vLLM. Only run with fewer tokens: docs/gpu.md.
 set -euo pipefail
 
 settings=(

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # GRPO (Shao et al. 2024, arXiv:2402.03300) of a LoRA adapter (Hu et al. 2021, arXiv:2106.09685), which is how 7B is trained on one GPU:
-# Qwen2.5-7B-Instruct on GSM8K. 1 GPU of 80 GB, FSDP, vLLM. Not run here.
+# Qwen2.5-7B-Instruct on GSM8K. 1 GPU of 80 GB, FSDP, vLLM. Only run with fewer tokens: docs/gpu.md.
 set -euo pipefail
 
 data=${DATA:-$HOME/data}

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # A code interpreter in mathematics, as in ReTool (Feng et al. 2025, arXiv:2504.11536): GRPO with clip-higher, without KL; programs run in the
 # sandbox of code rewards. From Qwen2.5-7B-Instruct without the fine-tuning on traces that ReTool begins with. GSM8K and MATH.
-# 8 GPUs of 80 GB, FSDP, vLLM. Not run here.
+# 8 GPUs of 80 GB, FSDP, vLLM. Only run with fewer tokens: docs/gpu.md.
 set -euo pipefail
 
 turns=actor_rollout_ref.rollout.multi_turn

@@ -2,7 +2,7 @@
 # Search-R1 (Jin et al. 2025, arXiv:2503.09516) with GRPO: questions of NQ and HotpotQA, three passages a query. Batch, mini-batch, group, KL,
 # learning rate, warm-up, turns, lengths and steps are those of its authors' script: https://github.com/PeterGriffinJin/Search-R1 at a14dc3a,
 # scripts/nq_hotpotqa/v0.2/train_grpo.sh. Unlike there, the model is Qwen2.5-7B-Instruct, whose template has tool calls; queries are tool calls,
-# and not text between tags. 8 GPUs of 80 GB, FSDP, vLLM. Not run on GPUs yet.
+# and not text between tags. 8 GPUs of 80 GB, FSDP, vLLM. Only run with fewer tokens: docs/gpu.md.
 # Needs Search-R1's retrieval server (examples/tools/search.yaml has its address), and the parquet files that verl's
 # preprocess_search_r1_dataset.py writes, in $DATA/searchR1_processed_direct.
 set -euo pipefail

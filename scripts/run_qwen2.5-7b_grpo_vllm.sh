@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # GRPO (Shao et al. 2024, arXiv:2402.03300) with the numbers of its section 4.2: 64 responses to each of 16 prompts, one update on them,
-# learning rate 1e-6, KL 0.04. Qwen2.5-7B-Instruct on GSM8K and MATH. 8 GPUs of 80 GB, FSDP, vLLM. Not run here.
+# learning rate 1e-6, KL 0.04. Qwen2.5-7B-Instruct on GSM8K and MATH. 8 GPUs of 80 GB, FSDP, vLLM. Only run with fewer tokens: docs/gpu.md.
 set -euo pipefail
 
 settings=(

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # GSPO (Zheng et al. 2025, arXiv:2507.18071): one ratio per response, the mean over its tokens in logarithms, and so a range hundreds of
 # times narrower than PPO's. Range and four updates a step are its section 5.1's; group and batch are verl's for it.
-# Qwen2.5-7B, the base model, on GSM8K and MATH. 8 GPUs of 80 GB, FSDP, vLLM. Not run here.
+# Qwen2.5-7B, the base model, on GSM8K and MATH. 8 GPUs of 80 GB, FSDP, vLLM. Only run with fewer tokens: docs/gpu.md.
 set -euo pipefail
 
 settings=(

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # REINFORCE++ with baseline (Hu et al. 2025, arXiv:2501.03262): less the mean of the prompt's responses, then whitened over the tokens of the
 # whole batch; PPO's clipped loss, and the KL to the reference in it as k2. Batch, group, KL and learning rate are those of OpenRLHF's
-# script for it. Qwen2.5-7B-Instruct on GSM8K and MATH. 8 GPUs of 80 GB, FSDP, vLLM. Not run here.
+# script for it. Qwen2.5-7B-Instruct on GSM8K and MATH. 8 GPUs of 80 GB, FSDP, vLLM. Only run with fewer tokens: docs/gpu.md.
 set -euo pipefail
 
 settings=(

@@ -2,7 +2,7 @@
 # RLOO (Ahmadian et al. 2024, arXiv:2402.14740): a response's baseline is the mean of the others to its prompt; plain policy gradient of
 # whole responses, without ratio or clip, one update per step; the KL to the reference is part of the reward. 4 responses per prompt, the
 # better of its values of k.
-# Qwen2.5-7B-Instruct on GSM8K and MATH. 8 GPUs of 80 GB, FSDP, vLLM. Not run here.
+# Qwen2.5-7B-Instruct on GSM8K and MATH. 8 GPUs of 80 GB, FSDP, vLLM. Only run with fewer tokens: docs/gpu.md.
 set -euo pipefail
 
 settings=(

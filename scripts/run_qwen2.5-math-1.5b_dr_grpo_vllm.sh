@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Dr.GRPO (Liu et al. 2025, arXiv:2503.20783): GRPO without the two divisions that favour easy questions and long wrong responses, without KL.
-# Numbers are those of its authors' script for Qwen2.5-Math-1.5B, the base model, on MATH. 8 GPUs of 40 GB, FSDP, vLLM. Not run here.
+# Numbers are those of its authors' script for Qwen2.5-Math-1.5B, the base model, on MATH. 8 GPUs of 40 GB, FSDP, vLLM. Only run with fewer tokens: docs/gpu.md.
 set -euo pipefail
 
 data=${DATA:-$HOME/data}
