@@ -111,6 +111,7 @@ class VLLMRollout(Rollout):
                 arguments = vllm_cpu.completed(arguments, spec, model, place)
                 self._fenced, self._packed = vllm_cpu.fenced_uncompiled, vllm_cpu.packed_weight
             with self._fenced():
+                load_model_classes(model.config.architectures or ())
                 self.engine = make_engine(arguments)
                 scheduler = self.engine.engine_core.engine_core.scheduler
                 self._decoding = DecodeScheduler(scheduler)
@@ -436,6 +437,19 @@ def import_vllm(device: Literal["cpu", "cuda"]) -> None:
 
             vllm_cpu.set_environment()
         from vllm.v1.engine import llm_engine  # noqa: F401
+
+
+def load_model_classes(names: Iterable[str]) -> None:
+    """Import vLLM's model classes of these architectures.
+
+    vLLM otherwise inspects them in a process of their own, to leave CUDA uninitialised, which it is not here. That process
+    imports torch and vLLM: 6 s, unless vLLM's cache has the result.
+    """
+    from vllm import ModelRegistry
+
+    for name in names:
+        if name in ModelRegistry.models:  # others are models of transformers
+            ModelRegistry.register_model(name, ModelRegistry.models[name].load_model_cls())
 
 
 def make_engine(arguments: dict[str, Any]) -> Any:

@@ -57,6 +57,14 @@ def engine(shared: VLLMRollout, model: PreTrainedModel) -> VLLMRollout:
     return shared
 
 
+def test_no_other_process_inspects_the_model(shared: VLLMRollout, model: PreTrainedModel) -> None:
+    from vllm import ModelRegistry
+    from vllm.model_executor.models.registry import _RegisteredModel  # inspected as it was registered
+
+    (architecture,) = model.config.architectures
+    assert isinstance(ModelRegistry.models[architecture], _RegisteredModel)
+
+
 def test_log_probs_are_of_the_whole_vocabulary_at_the_temperature(engine: VLLMRollout, model: PreTrainedModel) -> None:
     settings = [{}, {"temperature": 0.7}, {"temperature": 1.5, "top_k": 5}, {"top_p": 0.8}, {"temperature": 0.0}]
     requests = [request(i, prompt, **settings[i % 5]) for i, prompt in enumerate(ragged_prompts(15))]
