@@ -19,7 +19,7 @@ from typing import Any
 from configs.base.keys import CONFIG_DIR, ConfigError, Keys, bare_type, did_you_mean, followed, keys_of, takes_null
 from configs.base.secrets import secrets_in
 from configs.compat.generation_ahead import generation_ahead
-from configs.compat.translate import Case, as_typed, compat, parsed, read_yaml, written
+from configs.compat.translate import Replacement, as_typed, compat, parsed, read_yaml, written
 
 FLAGS = {"--help", "-h", "--hydra-help", "--resolve", "--run", "-r", "--multirun", "-m"}
 FLAGS_WITH_VALUE = {"--cfg", "-c", "--package", "-p", "--config-path", "-cp", "--config-name", "-cn", "--config-dir", "-cd"}
@@ -39,7 +39,7 @@ class CommandLine:
     """Normalized command line.
 
     flags: Hydra's own. overrides: key=value and group=option, each key once. typed: keys on the command line, by their names in
-    the schema. notes: warnings for the user.
+    the schema; those of other systems by their own, with the keys that they set. notes: warnings for the user.
     """
 
     flags: tuple[str, ...]
@@ -98,7 +98,7 @@ def normalise(argv: Sequence[str], schema: type, root: str) -> CommandLine:
     problems += ahead.problems
     overrides: dict[str, str] = {}
     typed: set[str] = set()
-    translated: list[tuple[str, Case]] = []
+    translated: dict[str, Replacement] = {}
     for name, match in chosen.items():
         if name in ahead.replaces:
             continue
@@ -126,18 +126,23 @@ def normalise(argv: Sequence[str], schema: type, root: str) -> CommandLine:
                 notes.append(differs)
         else:
             try:
-                translated.append(names.instead(name, parsed(name, match["value"]), keys, typed_value))
+                translated[name] = names.instead(name, parsed(name, match["value"]), keys, typed_value)
             except ConfigError as error:
                 problems.append(str(error))
     if problems:
         raise ConfigError("\n".join(problems))
     # Translated keys come last: whether they apply depends on all other keys of the command line.
-    for note, case in translated:
+    assigned: set[str] = set()
+    for replacement in translated.values():
+        note, values = replacement.over(typed)
         notes.append(note)
-        for name, value in case.over(typed).items():
+        assigned |= {*values}
+        for name, value in values.items():
             # The comma of the resolver ${share:...} needs quotes in Hydra's grammar.
             quote = "'" if "${share:" in str(value) else ""
             overrides[name] = f"{name}={quote}{as_typed(value)}{quote}"
+    # Under the foreign names too: a user's YAML may have the same key.
+    typed |= {*translated} | assigned
     notes += ahead.notes
     for name, value in ahead.sets.items():
         overrides[name] = f"{'++' if keys.is_free_form(name) else ''}{name}={written(value, PLAIN)}"
@@ -147,8 +152,8 @@ def normalise(argv: Sequence[str], schema: type, root: str) -> CommandLine:
 def normalise_tree(tree: Mapping[str, Any], schema: type, typed: Collection[str] = ()) -> tuple[dict[str, Any], list[str]]:
     """Normalize a composed but unresolved tree, which contains the keys of a user's YAML; returns the tree and warnings.
 
-    typed: keys on the command line, which take precedence over aliases in the YAML. Raises ConfigError with one line for each
-    invalid key.
+    typed: keys on the command line, which take precedence over aliases and foreign keys in the YAML. Raises ConfigError with one
+    line for each invalid key.
     """
     keys, names = keys_of(schema), compat()
     native: dict[str, Any] = {}
@@ -163,19 +168,26 @@ def normalise_tree(tree: Mapping[str, Any], schema: type, typed: Collection[str]
     problems: list[str] = []
     ahead = generation_ahead({*foreign, *typed}, {**native, **foreign}.get, keys)
     problems += ahead.problems
+    aliases: dict[str, Any] = {}
+    to_translate: dict[str, Any] = {}
     for name, value in foreign.items():
-        if name in ahead.replaces:
+        is_text = names.takes_text(name, value)
+        if name in ahead.replaces or (name in typed and not is_text):
             continue
-        if keys.knows(name) and not names.takes_text(name, value):
-            native |= {} if name in typed or _sets_nothing(name, "", value, keys) else {name: value}
-            continue
+        if is_text or not keys.knows(name):
+            to_translate[name] = value
+        elif not _sets_nothing(name, "", value, keys):
+            aliases[name] = value
+    native |= aliases
+    # After the aliases, whose values stay: the order of a YAML's keys has no meaning.
+    for name, value in to_translate.items():
         try:
-            note, case = names.instead(name, value, keys, native.get)
+            note, values = names.instead(name, value, keys, native.get).over({*typed, *aliases})
         except ConfigError as error:
             problems.append(str(error))
             continue
         notes.append(note)
-        native |= case.over(typed)
+        native |= values
     if problems:
         raise ConfigError("\n".join(problems))
     notes += ahead.notes

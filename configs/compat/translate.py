@@ -48,6 +48,22 @@ class Case:
 
 
 @dataclass(frozen=True, slots=True)
+class Replacement:
+    """What replaces a foreign key with its value. given: both, for the warning. case: with its values filled in."""
+
+    given: str
+    why: str
+    case: Case = Case()
+
+    def over(self, typed: Collection[str]) -> tuple[str, dict[str, Any]]:
+        """(warning, keys to set), given the keys that have their values already."""
+        values = self.case.over(typed)
+        assigned = ", ".join(f"{name}={as_typed(new)}" for name, new in values.items())
+        effect = f" sets {assigned}" if assigned else " is left out" if self.given else ""
+        return f"{self.given}{effect}: {self.why}".removeprefix(": "), values
+
+
+@dataclass(frozen=True, slots=True)
 class Rule:
     """A foreign key with values that are translated or left out.
 
@@ -106,8 +122,8 @@ class Compat:
                 return target + key.removeprefix(stem)
         return key
 
-    def instead(self, key: str, value: Any, keys: Keys, typed: Callable[[str], Any]) -> tuple[str, Case]:
-        """Warning about a ``key`` that the schema does not have, and the case that replaces it, with its values filled in.
+    def instead(self, key: str, value: Any, keys: Keys, typed: Callable[[str], Any]) -> Replacement:
+        """What replaces a ``key`` that the schema does not have.
 
         typed: returns the value of another key on the same command line, None if absent. Raises ConfigError if the key is unknown
         or cannot be ignored.
@@ -120,21 +136,19 @@ class Compat:
         if pattern in self.refused:
             raise ConfigError(f"{key}: {self.refused[pattern]}")
         if (differs := self.differs(key, lambda: value)) is not None:
-            return differs, Case()
+            return Replacement("", differs)
         rule = self.accepted.get(pattern) or self.translated[pattern]
         case = rule.case(value, typed)
         # $typed extends the value of another key, which must therefore be on the command line too.
         if case is None or any("$typed" in str(new) and not isinstance(typed(name), str) for name, new in case.forces.items()):
             raise ConfigError(f"{key}={as_typed(value)}: {rule.otherwise}")
         if pattern in self.accepted:
-            return f"{key} is left out: {rule.why}", case
+            return Replacement(key, rule.why)
         sets, forces = (
             {name: _filled(template, value, typed(name)) for name, template in side.items() if keys.knows(name)}
             for side in (case.sets, case.forces)
         )
-        assigned = ", ".join(f"{name}={as_typed(new)}" for name, new in {**sets, **forces}.items())
-        effect = f"sets {assigned}" if assigned else "is left out"
-        return f"{key}={as_typed(value)} {effect}: {rule.why}", Case(sets=sets, forces=forces)
+        return Replacement(f"{key}={as_typed(value)}", rule.why, Case(sets=sets, forces=forces))
 
     def differs(self, key: str, value: Callable[[], Any]) -> str | None:
         """Warning that results with this value of ``key`` differ numerically from verl's; None if they do not."""

@@ -3,9 +3,11 @@
 import re
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from omegaconf import OmegaConf
 
 from configs.argv import CommandLine, normalise, normalise_tree
 from configs.base.keys import ConfigError
@@ -108,7 +110,7 @@ def test_any_quoted_text_in_braces_is_kept(quoted: str) -> None:
 
 def test_keys_that_cannot_change_a_result_are_left_out_with_a_note() -> None:
     command = ppo("trainer.balance_batch=False", "actor_rollout_ref.model.use_remove_padding=True", "data.datagen.path=null")
-    assert command.overrides == () and command.typed == frozenset()
+    assert command.overrides == ()
     assert [note.split()[0] for note in command.notes] == [
         "trainer.balance_batch",
         "actor_rollout_ref.model.use_remove_padding",
@@ -173,7 +175,7 @@ def test_keys_of_verls_megatron_at_their_defaults_are_known_or_left_out(role: st
     known = {field.name for field in fields(MegatronConfig)}
     real = {f"{role}.{key}" for key in defaults if key.split(".")[1] in known}
     left_out = {f"{role}.{key}" for key in defaults} - real
-    assert len(real) == 15 and command.typed == real
+    assert len(real) == 15 and command.typed == real | left_out
     assert {re.split("[ =]", note)[0] for note in command.notes} == left_out
     assert not any(" sets " in note for note in command.notes)
 
@@ -384,6 +386,44 @@ def test_keys_of_a_yaml_are_translated_by_the_same_rules() -> None:
         "ray_kwargs": {"ray_init": {"num_cpus": 4}},
     }
     assert [note.split()[0] for note in notes] == ["trainer.balance_batch"]
+
+
+LORA = "actor_rollout_ref.model.lora"
+OPTIM = "actor_rollout_ref.actor.optim"
+
+
+@pytest.mark.parametrize(
+    ("in_yaml", "typed", "key", "value"),
+    [
+        ({f"{LORA}.rank": 16}, f"{LORA}.rank=4", f"{LORA}_rank", 4),
+        ({f"{LORA}.rank": 16}, f"{LORA}.rank=0", f"{LORA}_rank", None),
+        ({f"{LORA}.rank": 16}, f"{LORA}_rank=0", f"{LORA}_rank", 0),
+        ({f"{LORA}.alpha": 64, f"{LORA}.rank": 16}, "trainer.seed=1", f"{LORA}_alpha", 64),
+        ({f"{LORA}.rank": 16, f"{LORA}.alpha": 64}, "trainer.seed=1", f"{LORA}_alpha", 64),
+        ({f"{OPTIM}.lr_decay_style": "cosine"}, f"{OPTIM}.lr_decay_style=linear", f"{OPTIM}.lr_scheduler_type", "linear"),
+        ({f"{OPTIM}.lr_decay_steps": 100}, f"{OPTIM}.lr_decay_steps=200", f"{OPTIM}.total_training_steps", 200),
+        (
+            {"actor_rollout_ref.actor.use_token_level_loss": True},
+            "actor_rollout_ref.actor.use_token_level_loss=false",
+            "actor_rollout_ref.actor.loss_agg_mode",
+            "seq-mean-token-mean",
+        ),
+    ],
+)
+def test_command_line_overrides_a_foreign_key_in_a_yaml(in_yaml: dict[str, Any], typed: str, key: str, value: Any) -> None:
+    command = ppo(typed)
+    tree = OmegaConf.create()
+    read = OverridesParser.create().parse_override
+    for name, given in [*in_yaml.items(), *((word.key_or_group, word.value()) for word in map(read, command.overrides))]:
+        OmegaConf.update(tree, name, given, force_add=True)
+    plain: Any = OmegaConf.to_container(tree)
+    normalised, _ = normalise_tree(plain, PPOConfig, command.typed)
+    assert OmegaConf.select(OmegaConf.create(normalised), key, default=None) == value
+
+
+def test_the_note_of_a_translation_names_what_it_sets() -> None:
+    (note,) = [note for note in ppo(f"{LORA}.alpha=64", f"{LORA}.rank=16").notes if "rank=16" in note]
+    assert "lora_rank=16" in note and "lora_alpha" not in note
 
 
 def test_command_line_overrides_an_alias_in_a_yaml() -> None:
