@@ -2,6 +2,7 @@
 
 import io
 import os
+import re
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -112,18 +113,40 @@ def run_jobs(command: CommandLine, root: str, job: Callable[[Tree, Point | None]
     SweepStart.directory = None
     with ExitStack() as stack:
         SweepStart.held = stack
-        settings = list(SETTINGS)
-        # A dry run must not leave files, but a sweep writes multirun.yaml: redirect it to a temporary directory.
-        if DRY_RUNS & {*command.overrides}:
-            settings.append(f"hydra.sweep.dir={stack.enter_context(TemporaryDirectory())}")
-        if SLURM in command.overrides:
-            settings.append("hydra.launcher._target_=hydra_plugins.tandem_launchers.SlurmLauncher")
         stack.enter_context(_one_line_errors())
+        settings, overrides = list(SETTINGS), command.overrides
+        # A dry run must not leave files, but a sweep writes multirun.yaml: redirect it to a temporary directory.
+        if DRY_RUNS & {*overrides}:
+            settings.append(f"hydra.sweep.dir={stack.enter_context(TemporaryDirectory())}")
+            overrides = _in_this_process(overrides, root)
+        else:
+            settings += _sweep_dir_of_jobs(overrides)
+        if SLURM in overrides:
+            settings.append("hydra.launcher._target_=hydra_plugins.tandem_launchers.SlurmLauncher")
         if SHOWING & {*command.flags}:
             stack.enter_context(_without_secrets())
-        stack.enter_context(_hydra_sees([*command.flags, *settings, *command.overrides]))
+        stack.enter_context(_hydra_sees([*command.flags, *settings, *overrides]))
         hydra.main(config_path="pkg://configs", config_name=root, version_base="1.3")(task)()
         return [] if SweepStart.directory is None else read_results(SweepStart.directory)
+
+
+def _in_this_process(overrides: Sequence[str], root: str) -> tuple[str, ...]:
+    """The overrides without a launcher, which would submit jobs; its settings are checked. Raises ConfigError."""
+    of_launcher = [text for text in overrides if re.match(r"\+*hydra[/.]launcher", text)]
+    if of_launcher:
+        with hydra.initialize_config_module("configs", version_base="1.3"):
+            launcher = hydra.compose(root, of_launcher, return_hydra_config=True).hydra.launcher
+        if "signal_delay_s" in launcher:
+            slurm_walltime(launcher.timeout_min, launcher.signal_delay_s)
+    return tuple(text for text in overrides if text not in of_launcher)
+
+
+def _sweep_dir_of_jobs(overrides: Sequence[str]) -> list[str]:
+    """Hydra's setting of the sweep's directory where run directories have their job's number, which a sweep has not: x of x_7."""
+    typed = [text.partition("=")[2].strip("'\"") for text in overrides if text.startswith("trainer.default_local_dir=")]
+    if not typed or "${hydra:job" not in typed[0] or any(text.startswith("hydra.sweep.dir=") for text in overrides):
+        return []
+    return [f"hydra.sweep.dir={typed[0].partition('${hydra:job')[0].rstrip('/_-.') or '.'}"]
 
 
 def _point(command: CommandLine) -> Point:

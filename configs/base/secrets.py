@@ -9,6 +9,7 @@ ENDINGS = ("apikey", "accesskey", "secretkey", "privatekey", "token", "password"
 FROM_ENVIRONMENT = "${oc.env:"  # a reference, not the secret itself
 USER_IN_ADDRESS = re.compile(r"://[^/@\s]+@")
 PASSWORD_IN_ADDRESS = re.compile(r"://[^/@\s:]*:[^/@\s]+@")
+NO_SECRETS = ("", "null", "true", "false")
 SHORTEST = 8  # minimum length of a secret to hide it by value; a shorter one would also match ordinary text
 
 
@@ -43,9 +44,10 @@ def secrets_in(key: str, value: Any) -> Iterator[str]:
     elif isinstance(value, list | tuple):
         for item in value:
             yield from secrets_in(key, item)
-    # A reference to the environment is not a secret itself, and is the recommended form.
+    # A reference to the environment is not a secret itself, and is the recommended form. Nor is a switch (data.balance_dp_token).
     elif isinstance(value, str) and (
-        (is_secret(key) and value and not value.startswith(FROM_ENVIRONMENT)) or PASSWORD_IN_ADDRESS.search(value)
+        (is_secret(key) and value.lower() not in NO_SECRETS and not value.startswith(FROM_ENVIRONMENT))
+        or PASSWORD_IN_ADDRESS.search(value)
     ):
         yield key
 

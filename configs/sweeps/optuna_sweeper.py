@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import ChoiceSweep, IntervalSweep, Override, RangeSweep
+from hydra.core.override_parser.types import ChoiceSweep, IntervalSweep, Override, RangeSweep, Sweep
 from hydra.core.plugins import Plugins
 from hydra.plugins.sweeper import Sweeper
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf
 
 from configs.base.keys import ConfigError
+from configs.base.locks import locked
 from configs.sweeps.sweep_points import INTERRUPTED
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ SEARCHED = "searched"
 """User attribute of the study: its search space and fixed settings."""
 
 
+SEEDS = 2**31  # the number of trials is added to the seed, and NumPy takes 32 bits
 MAX_FAILED_LAUNCHES = 3
 """Launches without any complete trial that end a search: the command is wrong, and not the trials."""
 
@@ -67,6 +69,10 @@ class OptunaSweeper(Sweeper):
         OmegaConf.save(self.settings, sweep_dir / "multirun.yaml")
         study = self.study(sweep_dir, space, fixed)
 
+        if OmegaConf.select(self.settings, "trainer.dry_run") is not None:
+            self.jobs.launch([(*fixed, *words(study.ask(fixed_distributions=space)))], initial_job_idx=0)
+            return
+
         # Imported here: optuna is an optional dependency, and self.study reports clearly if it is missing.
         from optuna.trial import TrialState
 
@@ -74,8 +80,10 @@ class OptunaSweeper(Sweeper):
             if trial.params.keys() != space.keys():  # the process was killed while the trial was created
                 study.tell(trial.number, state=TrialState.FAIL)
             # One at a time: a launch numbers its jobs consecutively, and interrupted trials may have gaps between them.
-            elif not self.run(study, [trial], fixed):
-                return
+            else:
+                self.check_idle(sweep_dir / str(trial.number))
+                if not self.run(study, [trial], fixed):
+                    return
 
         def n_complete() -> int:
             return len(study.get_trials(states=(TrialState.COMPLETE,)))
@@ -94,7 +102,18 @@ class OptunaSweeper(Sweeper):
             )
         if study.get_trials(states=(TrialState.COMPLETE,)):
             best = study.best_trial
-            print(f"best: trial {best.number}, {self.settings.trainer.objective} with {', '.join(words(best))}")
+            objective = f"{self.settings.trainer.objective}={best.value:.6g}"
+            print(f"best: trial {best.number}, {objective} with {', '.join(words(best))}")
+
+    def check_idle(self, run_dir: Path) -> None:
+        """Raises ConfigError if a process runs in the directory: a trial that has outlived the search that started it."""
+        if not run_dir.is_dir():
+            return
+        try:
+            with locked(run_dir, "trainer.default_local_dir"):
+                pass
+        except ValueError as error:
+            raise ConfigError(f"{error}; the same command continues the search when that trial has ended") from error
 
     def check(self) -> None:
         """Raises ConfigError for invalid settings of the sweeper."""
@@ -103,6 +122,8 @@ class OptunaSweeper(Sweeper):
             for name, value in (("n_trials", self.n_trials), ("n_jobs", self.n_jobs))
             if not isinstance(value, int) or value < 1
         ]
+        if self.seed is not None and not (isinstance(self.seed, int) and 0 <= self.seed < SEEDS):
+            problems.append(f"hydra.sweeper.seed={self.seed}: must be a number from 0 to {SEEDS - 1}, or null")
         if self.sampler not in ("tpe", "random"):
             problems.append(f"hydra.sweeper.sampler={self.sampler}: must be one of tpe, random")
         if OmegaConf.select(self.settings, "trainer.objective") is None:
@@ -120,7 +141,11 @@ class OptunaSweeper(Sweeper):
         except ImportError as error:
             raise ConfigError("hydra/sweeper=optuna: package optuna is not installed; pip install optuna") from error
         optuna.logging.set_verbosity(optuna.logging.WARNING)
-        storage = JournalStorage(JournalFileBackend(str(sweep_dir / JOURNAL)))
+        journal = sweep_dir / JOURNAL
+        # SweepStart excludes other searches: a lock is that of a killed one, for which Optuna would wait.
+        journal.with_name(f"{JOURNAL}.lock").unlink(missing_ok=True)
+        cut_torn_line(journal)
+        storage = JournalStorage(JournalFileBackend(str(journal)))
         study = optuna.create_study(study_name=JOURNAL, storage=storage, direction="maximize", load_if_exists=True)
         seed = self.settings.trainer.seed if self.seed is None else self.seed
         kinds = {"tpe": optuna.samplers.TPESampler, "random": optuna.samplers.RandomSampler}
@@ -155,6 +180,13 @@ class OptunaSweeper(Sweeper):
         return INTERRUPTED not in values
 
 
+def cut_torn_line(journal: Path) -> None:
+    """Remove a last line without its end, which a full disk or a killed process leaves: Optuna would add to it."""
+    if journal.exists() and (content := journal.read_bytes()) and not content.endswith(b"\n"):
+        with journal.open("r+b") as file:
+            file.truncate(content.rfind(b"\n") + 1)
+
+
 def words(trial: "Trial | FrozenTrial") -> list[str]:
     """Parameters of a trial as command-line overrides."""
     return [f"{key}={value}" for key, value in trial.params.items()]
@@ -163,22 +195,30 @@ def words(trial: "Trial | FrozenTrial") -> list[str]:
 def distribution(override: Override) -> "BaseDistribution":
     """Optuna's distribution for a sweep in Hydra's grammar.
 
-    Choices 1,2,3, range(1,9,step=2), interval(0.1,0.9) and int(interval(1,9)); intervals also as tag(log, ...).
+    Choices 1,2,3, range(1,9,step=2), interval(0.1,0.9) and int(interval(1,9)); intervals also as tag(log, ...). Raises
+    ConfigError, with the key, for anything else.
     """
     from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 
     sweep = override.value()
-    if isinstance(sweep, ChoiceSweep):
-        return CategoricalDistribution(list(override.sweep_string_iterator()))
+    typed = override.input_line
+    log = isinstance(sweep, Sweep) and "log" in sweep.tags
+    if log and not isinstance(sweep, IntervalSweep):
+        raise ConfigError(f"{typed}: only an interval is searched on a logarithmic scale; take tag(log,interval(...))")
+    if isinstance(sweep, IntervalSweep) and sweep.start is not None and sweep.end is not None:
+        low, high = sweep.start, sweep.end
+        if low > high or (log and low <= 0):
+            raise ConfigError(f"{typed}: must go from a smaller number to a larger one{', both above 0' if log else ''}")
+        if isinstance(low, int) and isinstance(high, int):
+            return IntDistribution(low, high, log=log)
+        return FloatDistribution(low, high, log=log)
     if isinstance(sweep, RangeSweep):
+        values = list(sweep.range())
+        if not values:
+            raise ConfigError(f"{typed}: the range is empty")
         # Only an integer range becomes an ordered distribution; a float range is a list of choices.
-        values = sweep.range()
-        if isinstance(values, range):
-            return IntDistribution(values[0], values[-1], step=values.step)
+        if all(isinstance(value, int) for value in values):
+            return IntDistribution(min(values), max(values), step=abs(values[1] - values[0]) if len(values) > 1 else 1)
+    if isinstance(sweep, ChoiceSweep | RangeSweep):
         return CategoricalDistribution(list(override.sweep_string_iterator()))
-    assert isinstance(sweep, IntervalSweep), sweep
-    low, high, log = sweep.start, sweep.end, "log" in sweep.tags
-    if isinstance(low, int) and isinstance(high, int):
-        return IntDistribution(low, high, log=log)
-    assert low is not None and high is not None
-    return FloatDistribution(low, high, log=log)
+    raise ConfigError(f"{typed}: must be choices, a range or an interval")

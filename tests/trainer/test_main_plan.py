@@ -74,6 +74,10 @@ def test_lengths_are_read_from_a_run(task: Path, tmp_path: Path, capsys: pytest.
     assert code == 0 and "responses of 5 tokens on average, 7 at most" in out, err  # of the last two of 20 lines
     out, err, code = planned(task, tmp_path, capsys, "cluster=1x1xcpu", f"lengths={metrics}", "data.max_response_length=6")
     assert code == 2 and "4.875:7, needs mean <= maximum <= data.max_response_length=6" in err
+    with metrics.open("a") as file:
+        file.write('{"response_length/mean": "NaN", "response_length/max": 7, "prompt_length/mean": 5}\n{"response_length/m')
+    out, err, code = planned(task, tmp_path, capsys, "cluster=1x1xcpu", f"lengths={metrics}", "plans=0")
+    assert code == 0 and "responses of 5 tokens on average, 7 at most" in out and "no settings fit" not in out, err
 
 
 @pytest.mark.parametrize(
@@ -87,6 +91,8 @@ def test_lengths_are_read_from_a_run(task: Path, tmp_path: Path, capsys: pytest.
         (("cluster=1x1xcpu", "plans=none"), "plans=none: must be a number"),
         (("cluster=1x1xcpu", "simulate=-1"), "simulate=-1: must be a number"),
         (("cluster=1x1xcpu", "failure_hours=0"), "failure_hours=0: must be a number of hours above 0"),
+        (("cluster=1x4xcpu", "actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size=3"), "does not divide"),
+        (("cluster=1x1xcpu", f"output={__file__}"), "test_main_plan.py: is a file; name a directory"),
         (("cluster=1x1xcpu", "save_seconds=5"), "save_seconds has no effect without failures; set for example failure_hours=12"),
     ],
 )

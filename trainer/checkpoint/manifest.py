@@ -110,8 +110,8 @@ class Damaged(ValueError):
     """A checkpoint differs from its manifest; the message names the file and the difference."""
 
 
-def read_manifest(text: str, where: str) -> Manifest:
-    """Parse a manifest. Raises Damaged if it is invalid or names a path outside the checkpoint.
+def read_manifest(text: str | bytes, where: str) -> Manifest:
+    """Parse a manifest, as text or in UTF-8. Raises Damaged if it is invalid or names a path outside the checkpoint.
 
     where: place that the message names.
     """
@@ -136,7 +136,7 @@ def read_checkpoint(path: Path, roles: Iterable[str] | None = None, *, weights: 
     """
     if not (path / MANIFEST).is_file():
         raise Damaged(f"{path}: no {MANIFEST} in it")
-    manifest = read_manifest((path / MANIFEST).read_text(encoding="utf-8"), str(path))
+    manifest = read_manifest((path / MANIFEST).read_bytes(), str(path))
     folders = [*manifest.roles, FLOW] if roles is None else list(roles)
     # An old checkpoint may have lost a role: actor and critic are kept for different numbers of checkpoints.
     if gone := [role for role in folders if role != FLOW and not (path / role).exists()]:

@@ -114,7 +114,7 @@ def find_latest(run_dir: Path, tell: Callable[[int, str], None] | None = None, *
     """
     if not (run_dir / LATEST).exists():
         return None
-    text = (run_dir / LATEST).read_text().strip()
+    text = (run_dir / LATEST).read_text(errors="replace").strip()
     present = checkpoint_steps(run_dir)
     if not text.isdigit() or int(text) not in present:
         raise ValueError(

@@ -421,7 +421,7 @@ def _manifests(run_dir: Path) -> dict[int, Manifest]:
     for step in checkpoint_steps(run_dir):
         path = checkpoint_dir(run_dir, step)
         try:
-            manifest = read_manifest((path / MANIFEST).read_text(encoding="utf-8"), str(path))
+            manifest = read_manifest((path / MANIFEST).read_bytes(), str(path))
         except (FileNotFoundError, Damaged):  # a resume from it reports the damage
             continue
         if all((path / role).exists() for role in manifest.roles):

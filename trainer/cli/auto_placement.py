@@ -13,15 +13,13 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import yaml
-
 from configs.base.keys import CONFIG_DIR, ConfigError
 from configs.clamp import within_bounds
 from configs.schema.placement import PlacedRolesConfig, Placement, PoolConfig
 from configs.schema.ppo import PPOConfig
 from configs.validation.placement import placement_of
 from trainer.cli.preflight import check_ppo_config
-from trainer.run.run_dir import CONFIG, METRICS, leaves, read_metrics
+from trainer.run.run_dir import CONFIG, METRICS, leaves, read_config
 from trainer.run.run_status import earlier_outcome
 from workers.controller.logs import announce
 from workers.host_memory import host_memory
@@ -82,6 +80,7 @@ def planned(config: PPOConfig, typed: Collection[str]) -> tuple[PPOConfig, list[
 def best_plan(config: PPOConfig, typed: Collection[str]) -> RankedPlan:
     """The fastest plan on all GPUs of the command. Raises ConfigError if there is none."""
     from trainer.planner.search import MARGIN, RankedPlan, accepted, alternatives, replaced
+    from trainer.ppo.ppo_builder import check_splits
 
     base = replaced(config, {"placement.layout": "colocate_all"})
     shapes = model_shapes(config)
@@ -91,6 +90,7 @@ def best_plan(config: PPOConfig, typed: Collection[str]) -> RankedPlan:
     def checked(overrides: Overrides) -> PPOConfig:
         found, _ = within_bounds(replaced(base, overrides), {*typed, *overrides})
         check_ppo_config(found, typed)
+        check_splits(found)
         return found
 
     given = RankedPlan(base, cluster_of(config), shapes, lengths_of(config), {}, frozenset(fixed))
@@ -150,8 +150,10 @@ def lengths_of(config: PPOConfig) -> ResponseLengths:
     from trainer.planner.plan_program import lengths_of as planned_lengths
 
     run_dir = Path(config.trainer.default_local_dir)
-    has_metrics = any("response_length/mean" in step for step in read_metrics(run_dir))
-    return planned_lengths(str(run_dir / METRICS) if has_metrics else None, config)
+    try:
+        return planned_lengths(str(run_dir / METRICS), config)
+    except ValueError:  # there is none, or with longer responses than this run may have
+        return planned_lengths(None, config)
 
 
 def with_pools(config: PPOConfig, place: Placement) -> PPOConfig:
@@ -180,7 +182,7 @@ def stored_settings(config: PPOConfig, typed: Collection[str]) -> PPOConfig | No
     if not (run_dir / CONFIG).exists():
         return None
     # Stopped before its first checkpoint: the same run starts again, and has the same numbers with the same plan.
-    stored = with_settings_of(yaml.safe_load((run_dir / CONFIG).read_text(encoding="utf-8")), config, typed)
+    stored = with_settings_of(read_config(run_dir), config, typed)
     try:
         return stored if stored is not None and earlier_outcome(run_dir, asdict(stored)) is not None else None
     except ValueError:  # another configuration

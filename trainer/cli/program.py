@@ -6,6 +6,7 @@ problem. 3: a run found something wrong, one line per finding. 4: a run stopped 
 signal n, such as 130 for Ctrl-C and 143 for SIGTERM.
 """
 
+import errno
 import os
 import re
 import signal
@@ -31,6 +32,7 @@ from configs.sweeps.sweep_points import INTERRUPTED, Point, Result, Status, Valu
 from configs.validation.rollout import world_size
 from trainer.cli.earlier_runs import in_earlier_directory
 from trainer.cli.sweep import earlier, table
+from trainer.resilience.stopping import Stopping
 from trainer.run.errors import CheckFailed, NotSaved, Stopped
 from trainer.run.run_status import ended_with, has_exported, objective_of
 from trainer.run.timing import program_began
@@ -76,6 +78,7 @@ DRY_RUNS = {
 }
 NOTHING_LEFT = "nothing is left to do; more steps continue from there, and trainer.resume_mode=disable starts anew"
 WIDTH = 80
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 """Columns of the help page."""
 
 
@@ -121,9 +124,14 @@ class Program(Generic[Config]):
         # Parsed by hand: an error may occur before there is a configuration to read the flag from.
         full = any(re.fullmatch(r"\+*trainer\.full_traceback=true", word, re.IGNORECASE) for word in argv)
 
+        Stopping.received = None  # by an earlier call
+        begun: set[int] = set()  # trials in this process
+
         def job(tree: Tree, point: Point | None) -> Value:
             if point is not None:
-                return self.point(tree, command, point, full_traceback=full)
+                value = self.point(tree, command, point, before=begun, full_traceback=full)
+                begun.add(point.number)
+                return value
             codes.append(self.job(tree, command, full_traceback=full).code)
             return None
 
@@ -140,15 +148,23 @@ class Program(Generic[Config]):
             print(*table(results), sep="\n")
         return max([*codes, *(result.code for result in results)], default=0)
 
-    def point(self, tree: Tree, command: CommandLine, point: Point, *, full_traceback: bool) -> Value:
-        """Execute a trial of a sweep. Returns its value for the sweeper.
+    def point(
+        self, tree: Tree, command: CommandLine, point: Point, *, before: Collection[int] = (), full_traceback: bool
+    ) -> Value:
+        """Execute a trial of a sweep. Returns its value for the sweeper. before: trials that this process has begun.
 
-        After one trial was ended by a signal, the remaining ones do not start, unless they are jobs of Slurm's. If a trial
-        ran out of time in a job that may start again, submitit requeues it: the signal that it handles for this is raised,
-        which ends the process.
+        After one trial was ended by a signal, or has ended when one arrived, the remaining ones do not start, unless they are
+        jobs of Slurm's. Nor do those of a process whose time is up. If a trial ran out of time in a job that may start again,
+        submitit requeues it: the signal that it handles for this is raised, which ends the process.
         """
-        if not point.alone and any(result.code > 128 for result in read_results(point.sweep_dir)):
-            ended = JobEnd(0, "not started")
+
+        def ends_the_sweep(result: Result) -> bool:
+            out_of_time = result.status == "interrupted" and result.code == 0
+            return result.code > 128 or (out_of_time and result.number in before)
+
+        received = Stopping.received
+        if not point.alone and (received or any(map(ends_the_sweep, read_results(point.sweep_dir)))):
+            ended = JobEnd(0 if received is None else 128 + received, "not started")
         else:
             ended = self.job(tree, command, point, full_traceback=full_traceback)
         if ended.status is not None:
@@ -237,6 +253,12 @@ class Program(Generic[Config]):
                 traceback.print_exc()
             print(f"error: {error}", file=sys.stderr)
             return 1, "failed"
+        except OSError as error:
+            if error.errno not in FULL or trainer.full_traceback:
+                traceback.print_exc()
+                return 1, "failed"
+            where = error.filename or trainer.default_local_dir
+            return complain(f"{where}: {error.strerror}; make room there, or name another directory"), "failed"
         except Exception:
             traceback.print_exc()
             return 1, "failed"

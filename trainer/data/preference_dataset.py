@@ -67,7 +67,7 @@ class PreferenceDataset:
     def _side(self, prompts: Sequence[Any], key: str) -> list[Turns]:
         """Prompt and response for every row of the column ``key``."""
         rows, answers = self._rows, self._rows.column(key)
-        if isinstance(answers[0], str):
+        if isinstance(next((answer for answer in answers if answer is not None), None), str):
             texts = [prompt if prompt is not None else "" for prompt in prompts]
             return self._encoder.pairs(rows, texts, answers)
         chats = []

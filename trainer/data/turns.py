@@ -88,16 +88,28 @@ class TurnEncoder:
         for row, answer in enumerate(answers):
             if not isinstance(answer, str):
                 raise ValueError(f"{rows.where(row)}: the response is a {type(answer).__name__}; must be text")
-        return in_processes(self._pairs, list(zip(prompts, answers, strict=True)), "pairs are tokenised")
+        placed = [(rows.where(row), *item) for row, item in enumerate(zip(prompts, answers, strict=True))]
+        return in_processes(self._pairs, placed, "pairs are tokenised")
 
-    def _pairs(self, pairs: Sequence[tuple[Messages, str]]) -> list[Turns]:
-        encoded = encode(self.tokenizer, [prompt for prompt, _ in pairs], self.template_kwargs)
-        answers = [answer for _, answer in pairs]
+    def _pairs(self, placed: Sequence[tuple[str, Messages, str]]) -> list[Turns]:
+        try:
+            encoded = encode(self.tokenizer, [prompt for _, prompt, _ in placed], self.template_kwargs)
+        except Refused:
+            for where, messages, _ in placed:
+                self._check_prompt(where, messages)
+            raise
+        answers = [answer for _, _, answer in placed]
         found = []
         for (_, prompt), answer, ids in zip(encoded, answers, token_ids(self.tokenizer, answers, special=False), strict=True):
             whole = np.concatenate([prompt, ids, [self.tokenizer.eos_token_id]]).astype(np.int64)
             found.append(Turns(whole, np.arange(len(whole)) >= len(prompt), 1, int(not answer.strip()), 0))
         return found
+
+    def _check_prompt(self, where: str, prompt: Messages) -> None:
+        try:
+            encode(self.tokenizer, [prompt], self.template_kwargs)
+        except Refused as error:
+            raise Refused(f"{where}: {error}") from error
 
     def chats(
         self, rows: Rows, chats: Sequence[Any], tools: Sequence[Any] | None = None, *, last: bool = False

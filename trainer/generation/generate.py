@@ -30,7 +30,7 @@ from trainer.cluster.watchdog import Watchdog
 from trainer.data.chat import load_tokenizer
 from trainer.data.dataset import PromptDataset
 from trainer.generation.generator import Generator
-from trainer.generation.shards import Row, Shards, write_rows
+from trainer.generation.shards import CONTENT, Row, Shards, write_rows
 from trainer.rewards.models.reward_builder import check_reward_models, start_reward_models
 from trainer.rewards.remote.remote_rewards import needs_data_sources, open_rewards
 from trainer.rewards.rules.reward_registry import check_data_sources, may_ask_judge
@@ -42,6 +42,7 @@ from workers.roles.rollout_engines import check_installed
 from workers.roles.train_engines import check_adapter
 
 # Keys that cannot change a response. All others must be unchanged for a run to resume.
+BLOCK = 2**16
 MAY_CHANGE = (
     "data.path",  # the prompts are hashed instead, so files may be moved
     "data.output_path",
@@ -209,7 +210,23 @@ def manifest(config: GenerationConfig, prompts: PromptDataset, *, scored: bool) 
         judged = (prompt.ground_truth, prompt.extra_info) if scored else ()
         digest.update(repr((prompt.uid, prompt.prompt_ids, *judged)).encode())
     decided = {key: value for key, value in leaves(parts).items() if key not in MAY_CHANGE}
+    # A model may be replaced by another one at the same path.
+    paths = {key: value for key, value in decided.items() if key.endswith(".path") and isinstance(value, str)}
+    decided |= {f"{key}{CONTENT}": content_of(Path(value)) for key, value in paths.items() if Path(value).is_dir()}
     return decided | {"trainer.seed": config.trainer.seed, "scored": scored, "prompts": digest.hexdigest()}
+
+
+def content_of(directory: Path) -> str:
+    """Hash of a model's files: names, sizes, and three blocks of each. The same for a copy; weights that were trained differ."""
+    digest = hashlib.blake2b(digest_size=16)
+    for path in sorted(path for path in directory.iterdir() if path.is_file()):
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size} ".encode())
+        with path.open("rb") as file:
+            for start in sorted({0, max(0, (size - BLOCK) // 2), max(0, size - BLOCK)}):
+                file.seek(start)
+                digest.update(file.read(BLOCK))
+    return digest.hexdigest()
 
 
 LISTS = ("responses", "log_probs", "lengths", "finish_reasons", "scores", "reward_errors", "score_parts")

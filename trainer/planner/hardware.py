@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import yaml
 
@@ -75,7 +75,12 @@ def load_hardware(name: str) -> Hardware:
     if not path.is_file():
         known = sorted(file.stem for file in FOLDER.glob("*.yaml"))
         raise ValueError(f"cluster={name}: unknown hardware; known: {', '.join(known)}{did_you_mean(name.lower(), known)}")
-    rates: dict[str, Any] = yaml.safe_load(path.read_text())
+    try:
+        rates = yaml.safe_load(path.read_text())
+    except yaml.YAMLError as error:
+        raise ValueError(f"{path}: {str(error).splitlines()[0]}; see configs/hardware") from error
+    if not isinstance(rates, dict):
+        raise ValueError(f"{path}: must be a mapping of keys to values; see configs/hardware")
     names = {field.name for kind in (Hardware, SoftwareCosts) for field in fields(kind)} - {"name", "software"}
     if wrong := names ^ rates.keys():
         raise ValueError(f"{path.name}: keys that are missing or unknown: {', '.join(sorted(wrong))}; see configs/hardware")

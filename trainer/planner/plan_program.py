@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -24,6 +25,8 @@ from trainer.planner.plan_report import (
 from trainer.planner.search import Overrides, RankedPlan, alternatives, as_words, placements
 from trainer.planner.simulation import SimulatedRun, simulate
 from trainer.planner.time_model import ResponseLengths
+from trainer.ppo.ppo_builder import check_splits
+from trainer.run.run_dir import read_lines
 
 OWN = ("cluster", "lengths", "plans", "simulate", "failure_hours", "save_seconds", "restart_seconds", "output")
 RESTART = "180"
@@ -43,29 +46,38 @@ def plan(
     if "cluster" not in own:
         raise ValueError("cluster=null: the GPUs to plan for are not named; set cluster=2x8xH100")
     cluster = GpuCluster.of(own["cluster"])
+    folder = Path(own.get("output", ""))
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"output={folder}: is a file; name a directory")
     count, steps = (numbered(own, key, default) for key, default in (("plans", 5), ("simulate", 0)))
     overrides += [
         f"trainer.nnodes={cluster.nodes}", f"trainer.n_gpus_per_node={cluster.gpus}", f"trainer.device={cluster.hardware.device}",
     ]  # fmt: skip
     config = composed(overrides)
+    check_splits(config)
     if problems := [*inputs(config)]:
         raise ValueError("\n".join(problems))
     models = measured(config)
-    if unknown := sorted(key for key, model in models.items() if model.shape is None):
+    if unknown := sorted(key for key, model in models.items() if model.shape is None or model.shape.experts):
         raise ValueError(f"{unknown[0]}.model.path: the planner covers dense decoders, and this model is none")
     shapes = {key: model.shape for key, model in models.items() if model.shape is not None}
     given = RankedPlan(config, cluster, shapes, lengths_of(own.get("lengths"), config), {})
 
     def checked(more: Overrides) -> PPOConfig:
-        return composed([*overrides, *as_words(more)])
+        config = composed([*overrides, *as_words(more)])
+        check_splits(config)
+        return config
 
     others = alternatives(given, count, checked)
     run = simulate(given, steps) if steps else None
     failures = failures_of(own, given, run)
-    lines = [*as_lines(given, others), placement_line(placements(given, checked)), *run_lines(given, run, failures)]
+    lines = [
+        *as_lines(given, others, searched=count > 0),
+        placement_line(placements(given, checked)),
+        *run_lines(given, run, failures),
+    ]
     print("\n".join(lines))
     if "output" in own:
-        folder = Path(own["output"])
         folder.mkdir(parents=True, exist_ok=True)
         found = {"command": list(words), "plan": as_json(given), "alternatives": [as_json(other) for other in others]}
         found |= run_json(run, failures)
@@ -105,15 +117,19 @@ def lengths_of(words: str | None, config: PPOConfig) -> ResponseLengths:
         return _checked(words, ResponseLengths(data.max_prompt_length / 2, float(found[1]), int(found[2])), data)
     if not Path(words).is_file():
         raise ValueError(f"lengths={words}: no such file; name the metrics.jsonl of a run, or mean:maximum, for example 800:4096")
-    lines = [json.loads(line) for line in Path(words).read_text().splitlines()]
-    lines = [line for line in lines if "response_length/mean" in line]
+    keys = ("prompt_length/mean", "response_length/mean", "response_length/max")
+    lines = [line for line in read_lines(Path(words)) if all(is_finite(line.get(key)) for key in keys)]
     if not lines:
-        raise ValueError(f"lengths={words}: no line has response_length/mean; name the metrics.jsonl of a run")
+        raise ValueError(f"lengths={words}: no line has {', '.join(keys)}; name the metrics.jsonl of a run")
     # The last tenth: lengths change while a model learns.
     last = lines[-max(1, len(lines) // 10) :]
     means = {key: sum(line[f"{key}_length/mean"] for line in last) / len(last) for key in ("prompt", "response")}
     most = int(max(line["response_length/max"] for line in last))
     return _checked(words, ResponseLengths(means["prompt"], means["response"], most), data)
+
+
+def is_finite(value: object) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
 
 
 def _checked(words: str, lengths: ResponseLengths, data: DataConfig) -> ResponseLengths:

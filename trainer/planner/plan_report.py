@@ -38,7 +38,8 @@ def binding(plan: RankedPlan) -> str:
     return f"{time} ({longest.seconds / plan.seconds:.0%} of the step); memory: {fullest.phase} ({share:.0%} of a GPU)"
 
 
-def as_lines(plan: RankedPlan, others: Sequence[RankedPlan]) -> Iterator[str]:
+def as_lines(plan: RankedPlan, others: Sequence[RankedPlan], *, searched: bool = True) -> Iterator[str]:
+    """searched: whether ``others`` were looked for."""
     hardware = plan.cluster.hardware
     gpus = f"{plan.cluster.nodes} x {plan.cluster.gpus} {hardware.name}"
     yield f"{gpus}; responses of {plan.lengths.response:.0f} tokens on average, {plan.lengths.most} at most"
@@ -55,7 +56,7 @@ def as_lines(plan: RankedPlan, others: Sequence[RankedPlan]) -> Iterator[str]:
         words = " ".join(as_words(other.overrides)) or "as given"
         fullest = max((use.bytes or 0.0 for use in other.uses), default=0.0) / GB
         yield f"{number}. {other.seconds:.3g} s a step ({plan.seconds / other.seconds:.2f} x), {fullest:.3g} GB: {words}"
-    if not others:
+    if searched and not others:
         yield "no settings fit this cluster: take more GPUs, or shorter responses"
 
 

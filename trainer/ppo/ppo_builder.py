@@ -69,7 +69,7 @@ from workers.engine.base import Head, LossSpec
 from workers.engine.hf.hf_model import vocab_size
 from workers.model_path import read_ahead
 from workers.roles.rollout_engines import check_installed
-from workers.roles.train_engines import check_engine
+from workers.roles.train_engines import check_engine, check_shared_heads, check_split
 from workers.rollout.base import Sampling
 from workers.seeding import seed_of
 
@@ -164,13 +164,32 @@ def check_records(config: PPOConfig, run_dir: Path, resume: Checkpoint | None) -
 def check_engines(config: PPOConfig) -> None:
     """Check loggers, training engines and reward models. Raises what check_engine and check_reward_models raise."""
     check_loggers(config.trainer.logger)
-    device = config.trainer.device
+    for key, role, model, head in sharded_roles(config):
+        check_engine(key, role, model, head, config.trainer.device)
+    check_replicas(config)
+    check_reward_models(config.reward, config.trainer)
+
+
+def check_splits(config: PPOConfig) -> None:
+    """Check that each role's GPUs, and an engine's, divide its model, on GPUs of another machine too. Raises ConfigError."""
+    for key, role, model, head in sharded_roles(config):
+        check_split(key, role, model, head)
+    check_replicas(config)
+
+
+def check_replicas(config: PPOConfig) -> None:
+    """Check that the GPUs of a replica of the rollout engine divide the model's heads. Raises ConfigError."""
+    name, actor = "actor_rollout_ref.rollout.tensor_model_parallel_size", config.actor_rollout_ref
+    check_shared_heads(name, actor.rollout.tensor_model_parallel_size, actor.model, "lm")
+
+
+def sharded_roles(config: PPOConfig) -> Iterator[tuple[str, ShardedConfig, ModelConfig, Head]]:
+    """(key, role, model, head) of actor, reference and critic."""
     for key, role in roles_of(config, has_critic=wants_critic(config)).items():
         if role is config.critic:
-            check_engine(key, role, config.critic.model, "value", device)
+            yield key, config.critic, config.critic.model, "value"
         elif key.startswith("actor_rollout_ref."):
-            check_engine(key, role, config.actor_rollout_ref.model, "lm", device)
-    check_reward_models(config.reward, config.trainer)
+            yield key, role, config.actor_rollout_ref.model, "lm"
 
 
 def reader(config: PPOConfig) -> Tokenizer:

@@ -14,12 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from trainer.report.charts import Chart, Curve, draw, smooth
 from trainer.report.page import render
 from trainer.report.run_report import CURVES, CurveSpec, Series, series_of
-from trainer.run.run_dir import CONFIG, GLOBAL_STEP, METRICS, leaves_of, read_metrics, write_atomic
+from trainer.run.run_dir import CONFIG, GLOBAL_STEP, METRICS, leaves_of, read_config, read_metrics, write_atomic
 from trainer.run.run_status import NOT_THE_RUN, Outcome, read_outcome
 from trainer.tracking.formatting import number
 
@@ -90,6 +88,7 @@ def find_runs(directories: Sequence[Path]) -> list[ComparedRun]:
             what = f"neither it nor a directory in it has a {METRICS}" if directory.is_dir() else "there is no such directory"
             raise ValueError(f"{directory}: {what}; name run directories, or a sweep's")
         # By length first, so that 10 follows 9.
+        inside = [path for path in inside if path.resolve() not in {other.resolve() for other in found}]
         found |= dict.fromkeys(sorted(inside, key=lambda path: (len(path.name), path.name)))
     runs = [read_run(path) for path in found]
     if not any(run.series for run in runs):
@@ -101,7 +100,7 @@ def read_run(run_dir: Path) -> ComparedRun:
     """Read one run directory. Raises ValueError if its configuration is missing."""
     if not (run_dir / CONFIG).exists():
         raise ValueError(f"{run_dir}: it has {METRICS}, but no {CONFIG}: was it copied in part?")
-    leaves = leaves_of(yaml.safe_load((run_dir / CONFIG).read_text(encoding="utf-8")))
+    leaves = leaves_of(read_config(run_dir))
     config = {key: value for key, value in leaves.items() if not _is_name(key)}
     steps = read_metrics(run_dir)
     return ComparedRun(run_dir, config, series_of(steps), int(steps[-1][GLOBAL_STEP]) if steps else 0, read_outcome(run_dir))
@@ -275,7 +274,7 @@ def write_png(groups: Sequence[Group], path: Path) -> None:
                 if curve.low is not None and curve.high is not None:
                     axes.fill_between(curve.steps, curve.low, curve.high, color=color, alpha=0.15, linewidth=0)
                 # One legend for all charts: a group has the same colour in each of them.
-                lines.setdefault(curve.label, line)
+                lines.setdefault(curve.label.replace("$", r"\$"), line)  # else matplotlib reads $...$ as a formula
         # The grid is rectangular; its last places may be empty.
         for axes in grid.flat[len(drawn) :]:
             axes.set_visible(False)

@@ -17,8 +17,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from trainer.report.charts import Chart, Curve, Lanes, Stack, draw, lanes, stack
 from trainer.report.page import render
 from trainer.report.pool_balance import balance_line
@@ -33,6 +31,7 @@ from trainer.run.run_dir import (
     REPORT,
     SAMPLES,
     TIMELINE,
+    read_config,
     read_lines,
     read_metrics,
     write_atomic,
@@ -154,8 +153,9 @@ def finish(run_dir: Path) -> None:
     """
     try:
         path, steps = write_report(run_dir), read_metrics(run_dir)
-    except (OSError, ValueError) as error:
-        tell(f"note: {run_dir / REPORT} is not written: {error}")
+    except Exception as error:  # as GrowingReport: the page draws whatever the files hold
+        named = "" if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: "
+        tell(f"note: {run_dir / REPORT} is not written: {named}{error}")
         return
     series = series_of(steps)
     if ACCURACY in series:
@@ -179,7 +179,7 @@ def write_report(run_dir: Path) -> Path:
     first_step, last_step, answers = answers_of(read_lines(run_dir / SAMPLES))
     scores = [sample["score"] for answer in answers for sample in (answer.first, answer.last) if sample is not None]
     timeline, training = read_lines(run_dir / TIMELINE), shown(read_lines(run_dir / ANSWERS))
-    config = yaml.safe_load((run_dir / CONFIG).read_text(encoding="utf-8"))
+    config = read_config(run_dir)
     shares, columns = timing_of(steps)
     # One colour per phase in all charts of the page.
     colors = {share.label: place for place, share in enumerate(shares)}
@@ -426,7 +426,10 @@ def answers_of(entries: Sequence[Mapping[str, Any]]) -> tuple[int, int, list[Res
 def main(arguments: Sequence[str]) -> None:
     if len(arguments) != 1 or not (Path(arguments[0]) / METRICS).exists():
         raise SystemExit(f"usage: python -m trainer.report <run directory that holds {METRICS}>")
-    print(f"report: {write_report(Path(arguments[0]))}")
+    try:
+        print(f"report: {write_report(Path(arguments[0]))}")
+    except (OSError, ValueError, KeyError) as error:
+        raise SystemExit(f"error: {arguments[0]}: {type(error).__name__}: {error}") from error
 
 
 if __name__ == "__main__":

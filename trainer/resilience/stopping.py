@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from math import inf
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Any
+from typing import Any, ClassVar
 
 import psutil
 
@@ -43,6 +43,9 @@ class Stopping:
     From the first call of ``is_due`` on, the first SIGTERM or SIGUSR1 in the block takes effect at the end of the step. A second
     SIGTERM, and Ctrl-C at any time, do what they did before the block.
     """
+
+    received: ClassVar[signal.Signals | None] = None
+    """The first signal in this process, also if it came too late to stop the run: what follows the run does not begin."""
 
     def __init__(self, trainer: RunConfig, run_dir: Path) -> None:
         self.run_dir = run_dir
@@ -110,7 +113,7 @@ class Stopping:
             return
         # From here on a second SIGTERM has its previous effect.
         signal.signal(signal.SIGTERM, self._before[signal.SIGTERM])
-        self._signal = signal.Signals(number)
+        self._signal = Stopping.received = signal.Signals(number)
         waits = self.hurry()
         line = f"{self._signal.name}: the run ends after this step, with a checkpoint; a second SIGTERM ends it now"
         # From a thread: the signal may have interrupted a print, and buffered streams are not reentrant.

@@ -45,6 +45,7 @@ SWANLAB_ID = "swanlab_id.txt"
 REMOTE = "remote_copies.json"
 LATEST = "latest_checkpointed_iteration.txt"
 BEST = "best_checkpointed_iteration.txt"
+EXPORTED = "exported.txt"
 
 GLOBAL_STEP = "training/global_step"
 NON_FINITE = {"NaN": float("nan"), "Infinity": float("inf"), "-Infinity": float("-inf")}
@@ -202,6 +203,18 @@ def write_config(run_dir: Path, config: Mapping[str, Any], name: str = CONFIG) -
     return plain
 
 
+def read_config(run_dir: Path) -> dict[str, Any]:
+    """The configuration that a run has written. Raises ValueError, with the file, if there is none in it."""
+    path = run_dir / CONFIG
+    try:
+        config = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path}: {' '.join(str(error).split())}") from error
+    if not isinstance(config, dict):
+        raise ValueError(f"{path}: there is no configuration in it; was it copied in part?")
+    return config
+
+
 def leaves(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Flatten ``tree``: dotted key to value. An empty mapping contributes no key."""
     found: dict[str, Any] = {}
@@ -231,7 +244,7 @@ def start_run(
     if resume_step is None or not own or not checkpoint_dir(run_dir, resume_step).exists():
         written = (
             METRICS, SAMPLES, TIMELINE, ANSWERS, EVENTS, REPORT, TENSORBOARD, ROLLOUTS, SKIPPED_BATCHES,
-            WANDB_ID, MLFLOW_ID, SWANLAB_ID, LATEST, BEST, REMOTE,
+            WANDB_ID, MLFLOW_ID, SWANLAB_ID, LATEST, BEST, REMOTE, EXPORTED,
         )  # fmt: skip
         outputs = [run_dir / name for name in written if not (restarted and name == EVENTS)]
         for path in _rollouts_after(run_dir / ROLLOUTS, math.inf):  # incomplete ones
@@ -285,9 +298,11 @@ def go_back(run_dir: Path, step: int, rollout_dir: Path | None) -> Path:
 
 
 def _forget_best_after(run_dir: Path, step: int) -> None:
-    """Remove the record of the best checkpoint if it is later than ``step``; the next save names the best that remains."""
-    if (run_dir / BEST).exists() and int((run_dir / BEST).read_text()) > step:
-        (run_dir / BEST).unlink()
+    """Remove the record of the best checkpoint if it is later than ``step`` or not whole; the next save names the best."""
+    if (run_dir / BEST).exists():
+        text = (run_dir / BEST).read_text(errors="replace").strip()
+        if not text.isdigit() or int(text) > step:
+            (run_dir / BEST).unlink()
 
 
 def _redact_value(value: Any) -> Any:

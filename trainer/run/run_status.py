@@ -14,11 +14,13 @@ from configs.base.keys import did_you_mean
 from configs.sweeps.sweep_points import Status
 from trainer.run.run_dir import (
     CONFIG,
+    EXPORTED,
     GLOBAL_STEP,
     LATEST,
     OUTCOME,
     checkpoint_steps,
     leaves_of,
+    read_config,
     read_metrics,
     redact,
     write_atomic,
@@ -59,7 +61,7 @@ def earlier_outcome(run_dir: Path, config: Mapping[str, Any]) -> Outcome | None:
     """
     if not (run_dir / CONFIG).exists():
         return None
-    before = leaves_of(yaml.safe_load((run_dir / CONFIG).read_text(encoding="utf-8")))
+    before = leaves_of(read_config(run_dir))
     # The same round trip through YAML as that of the file: tuples become lists and secrets stars, so equal values compare equal.
     now = leaves_of(yaml.safe_load(yaml.safe_dump(redact(config))))
     for key in sorted(before.keys() | now.keys()):
@@ -113,6 +115,18 @@ def last_metrics(run_dir: Path) -> dict[str, float]:
 
 
 def has_exported(trainer: Mapping[str, Any]) -> bool:
-    """Whether no model is to be exported, or one is there: a finished run whose exported model is missing exports it again."""
-    export_dir = trainer.get("export_dir")
-    return export_dir is None or Path(export_dir).expanduser().is_dir()
+    """Whether no model is to be exported, or this run's is there: otherwise a finished run exports it again.
+
+    Of a run of an earlier version, which recorded no export, any model counts.
+    """
+    if trainer.get("export_dir") is None:
+        return True
+    target, record = Path(trainer["export_dir"]).expanduser(), Path(trainer["default_local_dir"]) / EXPORTED
+    if not target.is_dir() or not any(target.iterdir()):
+        return False
+    return not record.exists() or record.read_text(encoding="utf-8") == str(target.resolve())
+
+
+def record_export(run_dir: Path, export_dir: str | None) -> None:
+    """Record where the run that has ended exported its model to; None: nowhere."""
+    write_atomic(run_dir / EXPORTED, "" if export_dir is None else str(Path(export_dir).expanduser().resolve()))

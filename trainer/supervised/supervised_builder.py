@@ -21,6 +21,7 @@ from trainer.cluster.watchdog import Watchdog
 from trainer.data.chat import load_tokenizer
 from trainer.resilience.alarms import sft_alarms
 from trainer.resilience.restart import RunLifecycle
+from trainer.run.run_status import record_export
 from trainer.run.timing import Phases
 from trainer.supervised.dpo_task import DPOTask
 from trainer.supervised.supervised_loop import SupervisedLoop
@@ -114,3 +115,4 @@ def attempt(config: SupervisedConfig, lifecycle: RunLifecycle) -> None:
             for name, content in task.extra_files(model, run_trainer.step).items():
                 Path(trainer.export_dir, name).write_bytes(content)
             print(f"model: {trainer.export_dir}")
+        record_export(run_dir, trainer.export_dir)

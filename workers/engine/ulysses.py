@@ -78,8 +78,8 @@ class TokenSharding:
         return received.transpose(0, 1).flatten(1, 2)
 
 
-def check_heads(model: PretrainedConfig, size: int) -> None:
-    """Raise ValueError if ``size`` does not divide the model's attention heads.
+def check_heads(model: PretrainedConfig, size: int, key: str = "fsdp_config.ulysses_sequence_parallel_size") -> None:
+    """Raise ValueError if ``size``, the value of ``key``, does not divide the model's attention heads.
 
     Any number of kv heads is possible: it divides the number of heads, and so does its least common multiple with another
     divisor.
@@ -88,6 +88,6 @@ def check_heads(model: PretrainedConfig, size: int) -> None:
     if heads % size:
         fit = ", ".join(str(less) for less in range(1, size) if heads % less == 0)
         raise ValueError(
-            f"fsdp_config.ulysses_sequence_parallel_size={size} does not divide the model's num_attention_heads={heads} "
+            f"{key}={size} does not divide the model's num_attention_heads={heads} "
             f"({heads} = {heads // size} * {size} + {heads % size}); {fit} would"
         )

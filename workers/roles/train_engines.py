@@ -3,6 +3,7 @@
 from importlib.util import find_spec
 from typing import Literal
 
+from configs.base.keys import ConfigError
 from configs.schema.common import FSDPConfig, MegatronConfig, ModelConfig, ShardedConfig
 from workers.engine.base import EngineSpec, Head, TrainEngine
 
@@ -14,7 +15,7 @@ def check_engine(key: str, role: ShardedConfig, model: ModelConfig, head: Head, 
     """
     check_routers(key, model, head)
     if isinstance(role.sharding, FSDPConfig):
-        check_shared_heads(key, role.sharding, model, head)
+        check_split(key, role, model, head)
         check_tiling(key, model, head)
         return check_adapter(key, model, head)
     if find_spec("megatron") is None or find_spec("megatron.core") is None:
@@ -25,32 +26,40 @@ def check_engine(key: str, role: ShardedConfig, model: ModelConfig, head: Head, 
     # Imported late, here and below: a check that fails earlier does not wait for torch.
     import torch
 
-    from workers.engine.hf.hf_model import model_config
-    from workers.engine.megatron.limits import check_model
-
     # Megatron takes CUDA where it exists; the patches for the CPU are applied only without it.
     if device == "cpu" and torch.cuda.is_available():
         raise ValueError(
             f"{key}.strategy=megatron takes the GPUs of a machine that has some; for trainer.device=cpu hide them: "
             "CUDA_VISIBLE_DEVICES= before the command"
         )
+    check_split(key, role, model, head)
+
+
+def check_split(key: str, role: ShardedConfig, model: ModelConfig, head: Head) -> None:
+    """Check that the role's GPUs divide the model's heads and layers; its engine need not be installed. Raises ConfigError."""
+    if isinstance(role.sharding, FSDPConfig):
+        name, size = "fsdp_config.ulysses_sequence_parallel_size", role.sharding.ulysses_sequence_parallel_size
+        return check_shared_heads(f"{key}.{name}", size, model, head)
+    from workers.engine.hf.hf_model import model_config
+    from workers.engine.megatron.limits import check_model
+
     try:
         check_model(model_config(model, head), role.sharding)
     except ValueError as error:
-        raise ValueError(f"{key}: {error}") from error
+        raise ConfigError(f"{key}: {error}") from error
 
 
-def check_shared_heads(key: str, fsdp: FSDPConfig, model: ModelConfig, head: Head) -> None:
-    """Check that Ulysses can distribute the model's attention heads over its GPUs. Raises as check_engine does."""
-    if fsdp.ulysses_sequence_parallel_size == 1:
+def check_shared_heads(key: str, size: int, model: ModelConfig, head: Head) -> None:
+    """Check that ``size``, the value of ``key``, divides the model's attention heads. Raises ConfigError."""
+    if size == 1:
         return
     from workers.engine.hf.hf_model import model_config
     from workers.engine.ulysses import check_heads
 
     try:
-        check_heads(model_config(model, head), fsdp.ulysses_sequence_parallel_size)
+        check_heads(model_config(model, head), size, key)
     except ValueError as error:
-        raise ValueError(f"{key}.{error}") from error
+        raise ConfigError(str(error)) from error
 
 
 def check_tiling(key: str, model: ModelConfig, head: Head) -> None:

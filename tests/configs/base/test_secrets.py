@@ -26,7 +26,7 @@ def test_secrets_are_found_in_overrides() -> None:
     assert list(secrets_in("a.hf_token", "s3cret")) == ["a.hf_token"]
     assert list(secrets_in("env", {"A_TOKEN": "s3cret", "n": [{"password": "x"}]})) == ["env.A_TOKEN", "env.n.password"]
     assert list(secrets_in("url", "s3://id:s3cret@bucket")) == ["url"]
-    for harmless in ("${oc.env:HF_TOKEN}", "", None, 5):
+    for harmless in ("${oc.env:HF_TOKEN}", "", None, 5, "False", "null"):
         assert list(secrets_in("a.hf_token", harmless)) == []
     assert list(secrets_in("url", "ssh://git@host:22/x")) == []
 

@@ -1,6 +1,9 @@
 """hydra/sweeper=optuna: real studies over a cheap objective: search, interruption, resume and errors."""
 
 import math
+import re
+import subprocess
+import sys
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -22,6 +25,7 @@ from configs.schema.supervised import SFTConfig
 from configs.sweeps.optuna_sweeper import JOURNAL, OptunaSweeper, distribution
 from configs.sweeps.sweep_points import INTERRUPTED, Point, Value
 
+ROOT = Path(__file__).parents[3]
 ROOT_NAME = "sft_trainer"
 SEARCH = ("optim.lr=tag(log,interval(1e-6,1e-2))", "optim.lr_warmup_steps=range(0,50)")
 
@@ -69,7 +73,11 @@ def test_search_improves_over_its_random_start(search: Search, capsys: pytest.Ca
     assert median(values[12:]) > median(values[:10]) + 0.3, "later trials are better than the first ones, which are random"
     best = max(study().trials, key=lambda trial: trial.value or -math.inf)
     line = capsys.readouterr().out.splitlines()[-1]
-    assert line.startswith(f"best: trial {best.number}, x with optim.lr=") and best.value is not None and best.value > -0.1
+    assert (
+        line.startswith(f"best: trial {best.number}, x={best.value:.6g} with optim.lr=")
+        and best.value is not None
+        and best.value > -0.1
+    )
 
 
 def test_restarted_search_resumes_with_the_killed_trial(search: Search) -> None:
@@ -169,6 +177,7 @@ def test_a_different_search_in_the_same_directory_is_refused(search: Search) -> 
         ("1,2", CategoricalDistribution(["1", "2"])),
         ("choice(a,true)", CategoricalDistribution(["a", "True"])),
         ("range(1,8,step=3)", IntDistribution(1, 7, step=3)),
+        ("range(9,1,step=-2)", IntDistribution(3, 9, step=2)),
         ("range(0.0,0.3,step=0.1)", CategoricalDistribution(["0.0", "0.1", "0.2"])),
         ("interval(1,9)", FloatDistribution(1.0, 9.0)),
         ("int(interval(1,9))", IntDistribution(1, 9)),
@@ -178,6 +187,63 @@ def test_a_different_search_in_the_same_directory_is_refused(search: Search) -> 
 )
 def test_sweep_syntax_of_hydra_becomes_distributions(text: str, expected: Any) -> None:
     assert distribution(OverridesParser.create().parse_override(f"key={text}")) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("range(5,5)", "the range is empty"),
+        ("glob(*)", "must be choices, a range or an interval"),
+        ("interval(9,1)", "must go from a smaller number to a larger one$"),
+        ("tag(log,interval(0,1))", "to a larger one, both above 0"),
+        ("tag(log,choice(1,2))", "only an interval is searched on a logarithmic scale"),
+    ],
+)
+def test_what_cannot_be_searched_is_one_line_with_its_key(text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=f"^key={re.escape(text)}: .*{message}"):
+        distribution(OverridesParser.create().parse_override(f"key={text}"))
+
+
+def test_a_killed_searchs_lock_and_torn_line_are_removed(search: Search) -> None:
+    """Optuna would wait for the lock without end, and add to the line; the trial whose result is lost runs again."""
+    search(*SEARCH, "hydra.sweeper.n_trials=3")
+    journal = Path("s", JOURNAL)
+    Path("s", f"{JOURNAL}.lock").symlink_to(Path("s", JOURNAL))
+    content = journal.read_bytes()
+    journal.write_bytes(content[:-20])
+    search.jobs.clear()
+    search(*SEARCH, "hydra.sweeper.n_trials=3")
+    assert [number for number, *_ in search.jobs] == [2]
+    assert [trial.state for trial in study().trials] == [TrialState.COMPLETE] * 3
+
+
+def test_a_trial_that_has_outlived_its_search_is_not_failed(search: Search) -> None:
+    search.special = {1: KeyboardInterrupt()}
+    with pytest.raises(KeyboardInterrupt):
+        search(*SEARCH, "hydra.sweeper.n_trials=2")
+    search.special.clear()
+    holder = "import sys, time; from pathlib import Path; from configs.base.locks import locked\n"
+    holder += "with locked(Path('s/1'), 'x'): print(flush=True); time.sleep(60)"
+    with subprocess.Popen([sys.executable, "-c", holder], stdout=subprocess.PIPE, env={"PYTHONPATH": str(ROOT)}) as process:
+        assert process.stdout is not None and process.stdout.readline()
+        with pytest.raises(ConfigError, match=r"s/1: in use by process \d+ .* when that trial has ended"):
+            search(*SEARCH, "hydra.sweeper.n_trials=2")
+        process.kill()
+    assert study().trials[1].state == TrialState.RUNNING
+    search(*SEARCH, "hydra.sweeper.n_trials=2")
+    assert [trial.state for trial in study().trials] == [TrialState.COMPLETE] * 2
+
+
+def test_a_dry_run_tries_one_trial_and_reports_no_result(search: Search, capsys: pytest.CaptureFixture[str]) -> None:
+    search.special = {0: None}
+    search(*SEARCH, "trainer.dry_run=config")
+    assert [number for number, *_ in search.jobs] == [0] and "result" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("seed", ["abc", "1.5", "-1", "99999999999"])
+def test_a_wrong_seed_is_one_line(search: Search, seed: str) -> None:
+    with pytest.raises(ConfigError, match=f"^hydra.sweeper.seed={seed}: must be a number from 0 to"):
+        search(*SEARCH, f"hydra.sweeper.seed={seed}")
 
 
 def test_yaml_of_the_sweeper_has_every_argument() -> None:

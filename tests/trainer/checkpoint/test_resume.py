@@ -127,6 +127,7 @@ DAMAGE = {
     "arrays": ("flow/groups.safetensors", one_bit, "flow/groups.safetensors is not what was written: its sha256"),
     "no arrays": ("flow/groups.safetensors", Path.unlink, "flow/groups.safetensors is not there"),
     "half a manifest": ("manifest.json", cut_short, "manifest.json is not whole: Invalid JSON"),
+    "another file": ("manifest.json", lambda path: path.write_bytes(b"\x8f\x00"), "manifest.json is not whole: Invalid JSON"),
     "no manifest": ("manifest.json", Path.unlink, "no manifest.json in it"),
     "another shard": ("actor/x.safetensors", lambda path: path.write_text(""), "actor/x.safetensors is not of this checkpoint"),
 }

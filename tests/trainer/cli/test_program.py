@@ -15,7 +15,7 @@ from tests.broken import PROGRAMS
 from trainer.cli.program import Program
 from trainer.run.errors import CheckFailed, NotSaved, Stopped
 from trainer.run.run_dir import GLOBAL_STEP, LATEST, METRICS, json_line, write_config
-from trainer.run.run_status import write_outcome
+from trainer.run.run_status import record_export, write_outcome
 from workers.controller.group import PhaseTimeout, WorkerError
 
 ROOT = CONFIG_DIR.parent
@@ -47,7 +47,7 @@ def test_run_receives_the_configuration_and_the_warnings(capsys: pytest.CaptureF
     assert main(["optim.lr=1", "use_remove_padding=True"]) == 0
     ((config, output),) = seen
     assert isinstance(config, SFTConfig) and config.optim.lr == 1.0
-    assert output == ["use_remove_padding is left out: no batch is ever padded", "typed ['optim.lr']"]
+    assert output == ["use_remove_padding is left out: no batch is ever padded", "typed ['optim.lr', 'use_remove_padding']"]
     assert capsys.readouterr().err.splitlines() == [f"note: {line}" for line in output]
 
 
@@ -67,6 +67,11 @@ def test_finished_run_is_not_started_again(tmp_path: Path, capsys: pytest.Captur
     words = [f"trainer.default_local_dir={tmp_path}", "trainer.logger=[]", f"trainer.export_dir={exported}"]
     assert main(words) == main(words) == 0 and seen == ["auto", "auto"], "the export that it shall write is missing"
     exported.mkdir()
+    assert main(words) == 0 and seen.pop() == "auto", "an empty directory is no model"
+    (exported / "config.json").write_text("{}")
+    record_export(tmp_path, None)
+    assert main(words) == 0 and seen.pop() == "auto", "a model of another run is there"
+    record_export(tmp_path, str(exported))
     seen.clear()
     assert main(words) == 0 and seen == []
     assert capsys.readouterr().out.startswith(f"the run in {tmp_path} ended with step 7: nothing is left to do; ")
@@ -249,8 +254,8 @@ def test_guard_names_both_paths(name: str, marker: str | None, tmp_path: Path) -
     assert last.startswith("ImportError: ") and str(tmp_path / name) in last and str(ROOT / name) in last
 
 
-@pytest.mark.parametrize(("code", "jobs"), [(143, ["x/0"]), (4, ["x/0", "x/1"]), (0, ["x/0", "x/1"])])
-def test_stop_code_143_ends_a_sweep_and_other_codes_do_not(
+@pytest.mark.parametrize(("code", "jobs"), [(143, ["x/0"]), (4, ["x/0", "x/1"]), (0, ["x/0"])])
+def test_a_signal_and_the_end_of_the_walltime_end_a_sweep(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, jobs: list[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)

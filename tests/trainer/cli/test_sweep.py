@@ -105,6 +105,7 @@ def test_finished_trial_without_its_exported_model_is_run_again(runs: Runs, caps
     words = (GRID, "trainer.export_dir=model")
     assert runs(*words) == 0
     Path("model/1").mkdir(parents=True)
+    Path("model/1/config.json").write_text("{}")
     assert runs(*words) == 0 and runs.begun == ["0", "1", "0"]
     err = capsys.readouterr().err
     assert "point 0 finished, and its exported model is missing: it is exported again\n" in err and "point 1 was finished" in err

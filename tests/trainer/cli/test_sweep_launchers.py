@@ -34,7 +34,7 @@ def test_submitit_trials_report_to_optuna_and_the_table(tmp_path: Path) -> None:
         assert result.overrides == [f"optim.lr={result.objective}", result.overrides[1]]
         assert result.overrides[1] in ("optim.weight_decay=0.0", "optim.weight_decay=0.1")
     top = max(results, key=lambda result: result.objective or 0.0)
-    assert best.startswith(f"best: trial {top.number}, train/loss with optim.lr={top.objective}, ")
+    assert best.startswith(f"best: trial {top.number}, train/loss={top.objective:.6g} with optim.lr={top.objective}, ")
     assert [line.split()[:2] for line in table] == [["point", "status"], ["0", "finished"], ["1", "finished"]]
     assert list((tmp_path / "x/.submitit").glob("*/*_0_log.out")), "they ran in submitit's processes"
 

@@ -1,5 +1,6 @@
 """Preference pairs as rows of tokens."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -127,6 +128,12 @@ def test_invalid_pairs_raise(tmp_path: Path) -> None:
         dataset(tmp_path, {"prompt": [turn("user", "p")]} | unanswered, template=ENDED)
     with pytest.raises(ValueError, match=r"row 1: the response is a NoneType; must be text"):
         dataset(tmp_path, preference_row("1", "a", "b"), preference_row("1", "a", "b") | {"rejected": None})
+    with pytest.raises(ValueError, match=r"row 0: the response is a NoneType; must be text"):
+        dataset(tmp_path, preference_row("1", "a", "b") | {"chosen": None}, preference_row("1", "a", "b"))
+    with pytest.raises(ValueError, match=r"row 1: the prompt is 5, neither a text nor a list of messages"):
+        rows = [preference_row("1", "a", "b"), preference_row("1", "a", "b") | {"prompt": 5}]
+        (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+        PreferenceDataset([str(tmp_path / "rows.jsonl")], byte_tokenizer(), **SETTINGS)
     with pytest.raises(ValueError, match=r"no column 'better'; it has prompt, chosen, rejected"):
         dataset(tmp_path, preference_row("1", "a", "b"), chosen_key="better")
 

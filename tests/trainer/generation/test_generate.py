@@ -3,7 +3,7 @@ from typing import Any
 
 import pytest
 
-from trainer.generation.generate import accepted, best_of_n, check_scores, pairs
+from trainer.generation.generate import accepted, best_of_n, check_scores, content_of, pairs
 from trainer.generation.shards import Shards, write_rows
 
 
@@ -67,3 +67,16 @@ def test_pairs_are_of_different_terminated_texts_with_the_better_one_chosen() ->
     assert found == [{"prompt": "p", "chosen": "a", "rejected": "b"}, {"prompt": "p", "chosen": "a", "rejected": "c"}]
     assert [(one["chosen"], one["rejected"]) for one in pairs(MANY, 9)] == [("a", "c"), ("d", "c")]
     assert len(pairs(MANY, 1)) == 1 and pairs(row(("a", 1.0, "stop"), ("b", None, "stop")), 9) == []
+
+
+def test_content_of_a_model_changes_with_its_weights_and_not_with_a_copy(tmp_path: Path) -> None:
+    weights = bytearray(range(256)) * 2048
+    contents = []
+    for name, at in (("a", None), ("copy", None), ("begin", 70), ("middle", len(weights) // 2), ("end", -1)):
+        (tmp_path / name).mkdir()
+        changed = bytearray(weights)
+        if at is not None:
+            changed[at] ^= 1
+        (tmp_path / name / "model.safetensors").write_bytes(changed)
+        contents.append(content_of(tmp_path / name))
+    assert contents[0] == contents[1] and len({*contents}) == 4

@@ -4,7 +4,7 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
-from trainer.generation.shards import Shards, check_same, shard_files, write_rows
+from trainer.generation.shards import CONTENT, Shards, check_same, shard_files, write_rows
 
 ROW: dict[str, Any] = {
     "uid": 3,
@@ -80,3 +80,10 @@ def test_first_different_key_is_reported(new: dict[str, Any], message: str) -> N
     check_same(Path("x"), {"n": 2}, {"n": 2})
     with pytest.raises(ValueError, match=f"x has answers of another run: {message}"):
         check_same(Path("x"), {"n": 2}, new)
+
+
+def test_content_is_compared_unless_an_earlier_version_wrote_the_manifest() -> None:
+    key = f"model.path{CONTENT}"
+    check_same(Path("x"), {"n": 2}, {"n": 2, key: "a"})
+    with pytest.raises(ValueError, match=r"model.path .content. was .a. and is .b."):
+        check_same(Path("x"), {key: "a"}, {key: "b"})

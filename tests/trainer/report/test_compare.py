@@ -140,6 +140,18 @@ def test_equal_runs_are_labelled_by_directory(tmp_path: Path) -> None:
     assert "<td>none</td>" in (tmp_path / "c.html").read_text()
 
 
+def test_a_run_counts_once_whatever_its_path(sweep: Path) -> None:
+    (sweep / "again").symlink_to("0")
+    assert [run.run_dir.name for run in find_runs([sweep / "0", sweep / "again", sweep / "1/../0"])] == ["0"]
+
+
+def test_a_formula_in_a_label_is_text(tmp_path: Path) -> None:
+    write_run(tmp_path / "a", scores(0.1, 0.2), "reward.judge.prompt='in $\\boxed{}$.'")
+    write_run(tmp_path / "b", scores(0.2, 0.3), "reward.judge.prompt='Answer:'")
+    assert compare([str(tmp_path / "a"), str(tmp_path / "b"), f"out={tmp_path}/c.png"]) == 0
+    assert (tmp_path / "c.png").exists()
+
+
 def plain(name: str, config: dict[str, str], **series: list[float]) -> ComparedRun:
     """config: as JSON. series: one value per step, from 1."""
     named = {metric.replace("__", "/"): ([*range(1, len(ys) + 1)], ys) for metric, ys in series.items()}

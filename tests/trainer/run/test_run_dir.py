@@ -14,6 +14,7 @@ from trainer.run.run_dir import (
     LineWriter,
     go_back,
     json_line,
+    read_config,
     read_lines,
     read_metrics,
     redact,
@@ -126,6 +127,21 @@ def test_resume_from_an_earlier_step_moves_later_checkpoints(tmp_path: Path, cap
     assert names(tmp_path / "earlier_1") == {"global_step_4", "global_step_6"}
     assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "2"
     assert "moved to earlier_1/" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("content", [b"", b"abc", b"\x8f"])
+def test_a_record_of_the_best_that_is_not_whole_is_removed(content: bytes, tmp_path: Path) -> None:
+    lay_out(tmp_path, steps=4, checkpoints=[2, 4])
+    (tmp_path / "best_checkpointed_iteration.txt").write_bytes(content)
+    go_back(tmp_path, 2, None)
+    assert not (tmp_path / "best_checkpointed_iteration.txt").exists()
+
+
+@pytest.mark.parametrize("content", [b"", b"- 1\n", b"a: [", b"\x8f"])
+def test_a_configuration_that_is_not_whole_is_named(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_bytes(content)
+    with pytest.raises(ValueError, match=r"config\.yaml: "):
+        read_config(tmp_path)
 
 
 def dumps_of(*steps: int) -> set[str]:
