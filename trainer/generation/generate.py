@@ -39,7 +39,7 @@ from trainer.run.run_dir import leaves
 from workers.controller.logs import announce
 from workers.engine.hf.hf_model import vocab_size
 from workers.roles.rollout_engines import check_installed
-from workers.roles.train_engines import check_adapter
+from workers.roles.train_engines import check_adapter, check_shared_heads
 
 # Keys that cannot change a response. All others must be unchanged for a run to resume.
 BLOCK = 2**16
@@ -59,6 +59,8 @@ def run(config: GenerationConfig, notices: Sequence[str]) -> None:
     """Check the configuration, generate missing shards, then select. notices: warnings about the configuration."""
     check_installed(config.actor_rollout_ref.rollout.name)
     check_adapter("actor_rollout_ref", config.actor_rollout_ref.model, "lm")
+    size = config.actor_rollout_ref.rollout.tensor_model_parallel_size
+    check_shared_heads("actor_rollout_ref.rollout.tensor_model_parallel_size", size, config.actor_rollout_ref.model, "lm")
     data, selection = config.data, config.selection
     scored = selection.score or any(file is not None for file in (selection.best_of_n, selection.sft, selection.preferences))
     if scored:

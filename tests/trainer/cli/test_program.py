@@ -1,5 +1,6 @@
 """Behaviour shared by every main_*.py: exit codes, one-line errors, notes; and the guard of the package."""
 
+import errno
 import subprocess
 import sys
 from dataclasses import asdict, replace
@@ -77,6 +78,14 @@ def test_finished_run_is_not_started_again(tmp_path: Path, capsys: pytest.Captur
     assert capsys.readouterr().out.startswith(f"the run in {tmp_path} ended with step 7: nothing is left to do; ")
     assert main([*words, "trainer.resume_mode=disable"]) == 0 and seen == ["disable"]
     assert main([*words, "trainer.total_epochs=9"]) == 0 and seen == ["disable", "auto"]
+
+
+def test_a_full_disk_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert raising(OSError(errno.ENOSPC, "No space left on device", "x/config.yaml.partial"))([]) == 2
+    assert capsys.readouterr().err == (
+        "error: x/config.yaml.partial: No space left on device; make room there, or name another directory\n"
+    )
+    assert raising(OSError(errno.EIO, "Input/output error"))([]) == 1 and "Traceback" in capsys.readouterr().err
 
 
 def test_failed_checks_of_a_run_are_a_line_each_and_exit_code_3(capsys: pytest.CaptureFixture[str]) -> None:

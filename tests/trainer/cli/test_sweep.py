@@ -19,6 +19,8 @@ from tests.runs import make_task, metrics_of, ppo_arguments, repeatable, run_ppo
 from trainer import main_ppo
 from trainer.cli.program import Program
 from trainer.resilience.restart import RunLifecycle, run_with_restarts
+from trainer.resilience.stopping import Stopping
+from trainer.run.events import Events
 from trainer.run.run_dir import GLOBAL_STEP, OUTCOME
 from trainer.run.run_status import write_outcome
 from trainer.tracking.tracker import Tracker
@@ -109,6 +111,28 @@ def test_finished_trial_without_its_exported_model_is_run_again(runs: Runs, caps
     assert runs(*words) == 0 and runs.begun == ["0", "1", "0"]
     err = capsys.readouterr().err
     assert "point 0 finished, and its exported model is missing: it is exported again\n" in err and "point 1 was finished" in err
+
+
+def test_a_signal_in_the_last_step_of_a_trial_ends_the_sweep(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The trial ends by itself; those that follow do not begin."""
+    whole = runs.run
+
+    def signalled(config: SFTConfig, output: list[str]) -> None:
+        stopping, events = (
+            Stopping(config.trainer, Path(config.trainer.default_local_dir)),
+            Events(Path(config.trainer.default_local_dir)),
+        )
+        with stopping:
+            assert not stopping.is_due(0, {}, 0.0, events)
+            signal.raise_signal(signal.SIGTERM)
+            stopping.withdraw()
+        stopping.check()
+        whole(config, output)
+
+    monkeypatch.setattr(runs, "run", signalled)
+    monkeypatch.setattr(Stopping, "received", None)
+    assert runs(GRID) == 143 and runs.begun == ["0"]
+    assert [result.status for result in read_results(Path("x"))] == ["finished", "not started"]
 
 
 def test_wrong_values_of_a_sweep_are_found_before_its_first_trial(runs: Runs, capsys: pytest.CaptureFixture[str]) -> None:

@@ -194,6 +194,16 @@ def test_plan_states_what_is_written_and_where(task: Path, tmp_path: Path, capsy
     assert "\n  validation: never (trainer.test_freq)\n" in output and not copies.exists() and not answers.exists()
 
 
+def test_an_engine_over_gpus_that_do_not_divide_the_heads_is_refused(
+    task: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """vLLM would refuse it when all workers have started."""
+    size = "actor_rollout_ref.rollout.tensor_model_parallel_size=3"
+    words = (size, "rollout=vllm", "trainer.backend=ray", "trainer.n_gpus_per_node=3", "trainer.dry_run=full")
+    assert main_ppo.PROGRAM(ppo_arguments(task, tmp_path / "run", *words)) == 2
+    assert f"error: {size} does not divide the model's num_attention_heads=4" in capsys.readouterr().err
+
+
 def test_plan_reports_problems_of_the_run(
     task: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

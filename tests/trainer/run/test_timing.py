@@ -13,6 +13,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
     """The simulated time, as the only element."""
     now = [100.0]
     monkeypatch.setattr(timing.time, "time", lambda: now[0])
+    monkeypatch.setattr(timing, "_process_began", [])  # by a program of another test that has not begun a run
     yield now
 
 
