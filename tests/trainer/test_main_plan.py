@@ -91,7 +91,7 @@ def test_lengths_are_read_from_a_run(task: Path, tmp_path: Path, capsys: pytest.
         (("cluster=1x1xcpu", "plans=none"), "plans=none: must be a number"),
         (("cluster=1x1xcpu", "simulate=-1"), "simulate=-1: must be a number"),
         (("cluster=1x1xcpu", "failure_hours=0"), "failure_hours=0: must be a number of hours above 0"),
-        (("cluster=1x4xcpu", "actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size=3"), "does not divide"),
+        (("cluster=1x3xcpu", "actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size=3"), "num_attention_heads=4"),
         (("cluster=1x1xcpu", f"output={__file__}"), "test_main_plan.py: is a file; name a directory"),
         (("cluster=1x1xcpu", "save_seconds=5"), "save_seconds has no effect without failures; set for example failure_hours=12"),
     ],

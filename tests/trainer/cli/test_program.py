@@ -68,6 +68,7 @@ def test_finished_run_is_not_started_again(tmp_path: Path, capsys: pytest.Captur
     words = [f"trainer.default_local_dir={tmp_path}", "trainer.logger=[]", f"trainer.export_dir={exported}"]
     assert main(words) == main(words) == 0 and seen == ["auto", "auto"], "the export that it shall write is missing"
     exported.mkdir()
+    seen.clear()
     assert main(words) == 0 and seen.pop() == "auto", "an empty directory is no model"
     (exported / "config.json").write_text("{}")
     record_export(tmp_path, None)

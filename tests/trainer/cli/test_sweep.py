@@ -133,6 +133,8 @@ def test_a_signal_in_the_last_step_of_a_trial_ends_the_sweep(runs: Runs, monkeyp
     monkeypatch.setattr(Stopping, "received", None)
     assert runs(GRID) == 143 and runs.begun == ["0"]
     assert [result.status for result in read_results(Path("x"))] == ["finished", "not started"]
+    monkeypatch.setattr(runs, "run", whole)
+    assert runs(GRID) == 0 and runs.begun == ["0", "1"]
 
 
 def test_wrong_values_of_a_sweep_are_found_before_its_first_trial(runs: Runs, capsys: pytest.CaptureFixture[str]) -> None:
