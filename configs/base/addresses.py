@@ -5,6 +5,9 @@ from urllib.parse import urlsplit
 
 from configs.base.secrets import USER_IN_ADDRESS
 
+LONGEST_PAUSE = 60.0
+"""Seconds between two requests to a server that fails, at most, and for which another one is preferred."""
+
 
 def is_loopback(host: str) -> bool:
     """Whether only this machine can reach the host: 127.0.0.0/8, ::1 or localhost."""

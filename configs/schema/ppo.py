@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Le, Lt
 
-from configs.base.addresses import url_problem
+from configs.base.addresses import LONGEST_PAUSE, url_problem
 from configs.base.secrets import USER_IN_ADDRESS, secret_name_problems
 from configs.schema.agents import AgentConfig, MultiTurnConfig
 from configs.schema.alarms import AlarmsConfig
@@ -446,9 +446,14 @@ class ScoringConfig(Checked):
                 "reward.judge.url: contains a user name or a password; put the key into the variable named by "
                 "reward.judge.api_key_env"
             )
+        elif judge.url is not None and (problem := url_problem(judge.url)) is not None:
+            yield f"reward.judge.url{problem}"
         if judge.url is not None:
-            # Worst case: every request times out, with exponential backoff in between (backoff * (1 + 2 + 4 + ...)).
-            requests, pauses = judge.retries + 1, judge.backoff * (2**judge.retries - 1)
+            # Worst case: every request times out, with pauses in between: backoff * (1 + 2 + 4 ...), each LONGEST_PAUSE at most.
+            requests, pauses = (
+                judge.retries + 1,
+                sum(min(LONGEST_PAUSE, judge.backoff * 2**retry) for retry in range(judge.retries)),
+            )
             longest = requests * judge.timeout + pauses
             if longest > self.timeout:
                 yield (

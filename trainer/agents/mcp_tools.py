@@ -13,9 +13,10 @@ import os
 import shutil
 import sys
 import threading
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterator, Mapping
 from contextlib import AsyncExitStack, suppress
 from functools import cache
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,10 @@ _TASKS: dict[asyncio.Task[None], asyncio.Event] = {}
 """Work for a connection, in the thread of connections -> the event that ends the connection."""
 _CLASSES = ("verl.tools.mcp_base_tool.MCPBaseTool", "verl.tools.mcp_search_tool.MCPSearchTool")
 _STDIO, _HTTP = {"command", "args", "env", "cwd"}, {"url", "headers", "auth_token"}
+_KINDS: dict[str, tuple[type, str]] = {
+    "command": (str, "text"), "args": (list, "a list of texts"), "env": (Mapping, "a mapping"), "cwd": (str, "text"),
+    "url": (str, "text"), "headers": (Mapping, "a mapping"), "auth_token": (str, "text"),
+}  # fmt: skip
 _NAMES = {"type", "transport", "description", "timeout"}  # other keys of common server files; not needed
 
 
@@ -73,9 +78,15 @@ class McpServer:
         self._lost = asyncio.Event()
         self._free = 0.0
         """Time of the loop from which on the rate permits a call."""
+        self._turn = asyncio.Lock()
+        """Of the call that waits for that time: one that is cancelled before its turn takes no time from the others."""
 
-    async def tools(self) -> list[McpTool]:
-        """The server's tools. Raises McpError, or ValueError for a schema that is none."""
+    async def tools(self, selected: Collection[str] = ()) -> tuple[list[str], list[McpTool]]:
+        """Names of all tools of the server, and those that are selected (none named: all).
+
+        Raises McpError, or ValueError for a schema of theirs that is none.
+        """
+        names: list[str] = []
         from mcp.types import PaginatedRequestParams
 
         found: list[McpTool] = []
@@ -84,7 +95,10 @@ class McpServer:
             session, _ = await self._connected()
             async with asyncio.timeout(_START):
                 page = await session.list_tools(params=None if cursor is None else PaginatedRequestParams(cursor=cursor))
+            names += [tool.name for tool in page.tools]
             for tool in page.tools:
+                if selected and tool.name not in selected:
+                    continue
                 # By the names of the protocol: those of the SDK differ between its versions.
                 schema = _fields(tool)["inputSchema"]
                 function = {"name": tool.name, "description": tool.description or "", "parameters": schema}
@@ -93,7 +107,7 @@ class McpServer:
                 except ValueError as error:
                     raise ValueError(f"tool {tool.name}: {error}") from error
             if (cursor := _fields(page).get("nextCursor")) is None:
-                return found
+                return names, found
 
     async def run_tool(self, name: str, arguments: dict[str, Any]) -> ToolOutput:
         """Result of a call; an error is a result too."""
@@ -101,12 +115,8 @@ class McpServer:
             session, lost = await self._connected()
         except McpError as error:
             return ToolOutput(str(error), failed=True)
+        await self._permitted()
         try:
-            if self._rate is not None:
-                now = asyncio.get_running_loop().time()
-                start = max(now, self._free)
-                self._free = start + 1 / self._rate
-                await asyncio.sleep(start - now)
             async with asyncio.timeout(self._seconds):
                 result = await session.call_tool(name, arguments)
         except asyncio.CancelledError:  # by the limit of the session
@@ -118,6 +128,15 @@ class McpServer:
             again = f"; the server {self.name} is started again for the next call" if lost.is_set() else ""
             return ToolOutput(why + again, failed=True)
         return _output(_fields(result))
+
+    async def _permitted(self) -> None:
+        """Wait until the rate permits a call."""
+        if self._rate is None:
+            return
+        loop = asyncio.get_running_loop()
+        async with self._turn:
+            await asyncio.sleep(self._free - loop.time())
+            self._free = loop.time() + 1 / self._rate
 
     async def _connected(self) -> tuple[Any, asyncio.Event]:
         """Session of the SDK, and whether it was lost. Raises McpError."""
@@ -131,21 +150,26 @@ class McpServer:
         """Hold the connection until it is lost."""
         from mcp import ClientSession
 
-        with suppress(Exception):  # of a connection that is lost anyway
+        late = False
+        try:
             async with AsyncExitStack() as stack:
                 try:
                     async with asyncio.timeout(_START):
                         streams = await stack.enter_async_context(self._transport())
                         session = await stack.enter_async_context(ClientSession(streams[0], streams[1]))
                         await session.initialize()
-                except (Exception, asyncio.CancelledError) as error:  # the SDK cancels the task whose transport fails
-                    lost.set()
-                    why = f"not ready after {_START:g} s" if isinstance(error, TimeoutError) else _in_words(error)
-                    ready.set_exception(McpError(f"the server {self.name} does not start: {why}"))
+                except TimeoutError:
+                    late = True
                     raise
                 ready.set_result(session)
                 await lost.wait()
-        lost.set()
+        # The SDK cancels the task whose transport fails; the reason comes when the stack is left.
+        except (Exception, asyncio.CancelledError) as error:
+            if not ready.done():  # else of a connection that is lost anyway
+                why = f"not ready after {_START:g} s" if late else _in_words(error)
+                ready.set_exception(McpError(f"the server {self.name} does not start: {why}"))
+        finally:
+            lost.set()
 
     def _transport(self) -> Any:
         config = self.config
@@ -153,9 +177,9 @@ class McpServer:
             from mcp import StdioServerParameters, stdio_client
 
             program, path = config["command"], (config.get("env") or {}).get("PATH")
-            if "/" not in program and shutil.which(program, path=path) is None:
+            if shutil.which(Path(config.get("cwd") or "", program) if "/" in program else program, path=path) is None:
                 raise McpError(f"there is no program {program}")
-            args = ["-I", "-S", "-c", _LAUNCHER, stop.__file__, str(os.getpid()), program, *config.get("args", ())]
+            args = ["-I", "-S", "-c", _LAUNCHER, stop.__file__, str(os.getpid()), program, *(config.get("args") or ())]
             env = {name: str(value) for name, value in (config.get("env") or {}).items()}
             return stdio_client(StdioServerParameters(command=sys.executable, args=args, env=env or None, cwd=config.get("cwd")))
         from mcp.client.streamable_http import streamable_http_client
@@ -180,7 +204,7 @@ def load_mcp_tools(entry: Mapping[str, Any], where: str) -> list[McpTool]:
     if not isinstance(mcp, Mapping) or len(mcp.keys() & {"servers", "mcp_servers_config_path"}) != 1:
         raise ValueError(f"{where}.mcp: it must have one of mcp_servers_config_path and servers")
     for key in ("timeout", "rate_limit"):
-        if not isinstance(number := config.get(key, _TIMEOUT), int | float) or isinstance(number, bool) or number <= 0:
+        if not isinstance(number := config.get(key, _TIMEOUT), int | float) or isinstance(number, bool) or not 0 < number < inf:
             raise ValueError(f"{where}.config.{key}={number}: it must be a number above 0")
     selected = mcp.get("tool_selected_list") or []
     if not isinstance(selected, list) or not all(isinstance(name, str) for name in selected):
@@ -190,19 +214,21 @@ def load_mcp_tools(entry: Mapping[str, Any], where: str) -> list[McpTool]:
     except ModuleNotFoundError as error:
         raise ValueError(f"{where}: MCP tools need the package mcp; run: pip install 'tandem[mcp]'") from error
     found: list[McpTool] = []
+    names: list[str] = []
     for name, server in _servers(mcp, where):
         own = McpServer(name, server, seconds=config.get("timeout", _TIMEOUT), rate=config.get("rate_limit"))
         try:
-            found += asyncio.run_coroutine_threadsafe(own.tools(), _connections()).result()
+            there, tools = asyncio.run_coroutine_threadsafe(own.tools(selected), _connections()).result()
         except Exception as error:  # of the SDK too
             raise ValueError(f"{where}.mcp: server {name}: {_in_words(error)}") from error
-    names = [tool.name for tool in found]
-    there = ", ".join(names) or "none"
+        names, found = names + there, found + tools
     if missing := [name for name in selected if name not in names]:
-        raise ValueError(f"{where}.mcp.tool_selected_list: no tool {', '.join(missing)}; the servers have {there}")
+        raise ValueError(
+            f"{where}.mcp.tool_selected_list: no tool {', '.join(missing)}; the servers have {', '.join(names) or 'none'}"
+        )
     if not found:
         raise ValueError(f"{where}.mcp: the servers have no tool")
-    return [tool for tool in found if not selected or tool.name in selected]
+    return found
 
 
 def close_servers() -> None:
@@ -238,6 +264,11 @@ def _servers(mcp: Mapping[str, Any], where: str) -> Iterator[tuple[str, Mapping[
         keys = set(server) - _NAMES if isinstance(server, Mapping) else set()
         if not (keys <= _STDIO and "command" in keys) and not (keys <= _HTTP and "url" in keys):
             raise ValueError(f"{where}: server {name} must have command (and args, env, cwd), or url (and headers, auth_token)")
+        for key, (kind, words) in _KINDS.items():
+            value = server.get(key)
+            is_wrong = not isinstance(value, kind) if value is not None else key in ("command", "url") and key in server
+            if is_wrong or (key == "args" and not all(isinstance(word, str) for word in value or ())):
+                raise ValueError(f"{where}: server {name}: {key}={value} must be {words}")
         if "sse" in (server.get("transport"), server.get("type")):
             raise ValueError(f"{where}: server {name}: SSE is not supported; use stdio or streamable HTTP")
         yield str(name), server

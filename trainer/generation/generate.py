@@ -81,7 +81,11 @@ def complete(config: GenerationConfig, prompts: PromptDataset, tokenizer: PreTra
     data = config.data
     total = -(-len(prompts) // data.batch_size)
     shards = Shards(Path(data.output_path), data.output_format, total, manifest(config, prompts, scored=scored))
-    if missing := shards.missing():
+    missing = shards.missing()
+    if scored and not is_repeatable(config.reward) and (failed := shards.without_scores()):
+        print(f"rewards failed in {len(failed)} of the shards that are there, by a server: these shards are generated again")
+        missing = sorted([*missing, *failed])
+    if missing:
         if len(missing) < total:
             print(f"resumed: {total - len(missing)} of {total} shards are there")
         with ExitStack() as stack:
@@ -162,12 +166,15 @@ def check_scores(rows: Sequence[Row], shards: Shards, index: int, *, repeatable:
 def shard_line(rows: Sequence[Row], index: int, total: int, seconds: float) -> str:
     """Console line of a shard: ``shard  3/10  answers 1,024  length 7.0  cut 0.02  score 0.531  tok/s 812``.
 
-    length: mean tokens per response. cut: share of truncated responses. score: mean over responses with a score.
+    length: mean tokens per response. cut: share of truncated responses. score: mean over responses with a score. failed: number
+    of responses without one, if there are any.
     """
     lengths = [length for row in rows for length in row["lengths"]]
     cut = sum(reason != "stop" for row in rows for reason in row["finish_reasons"]) / len(lengths)
-    scores = [score for row in rows for score in row.get("scores", ()) if score is not None]
+    every = [score for row in rows for score in row.get("scores", ())]
+    scores = [score for score in every if score is not None]
     score = f"  score {sum(scores) / len(scores):.3f}" if scores else ""
+    score += f"  failed {len(every) - len(scores)}" if len(scores) < len(every) else ""
     return (
         f"shard {index + 1:>{len(str(total))}}/{total}  answers {len(lengths):,}  length {sum(lengths) / len(lengths):.1f}  "
         f"cut {cut:.2f}{score}  tok/s {sum(lengths) / seconds:,.0f}"

@@ -67,11 +67,21 @@ class Shards:
     def missing(self) -> list[int]:
         return [index for index in range(self.total) if not self.path(index).exists()]
 
+    def without_scores(self) -> list[int]:
+        """Shards that are there, and in which a reward has failed."""
+        there = [index for index in range(self.total) if self.path(index).exists()]
+        return [index for index in there if any(None in row.get("scores", ()) for row in self._read(index))]
+
     def rows(self) -> Iterator[Row]:
         """Rows of all shards that are there, in order."""
-        for path in filter(Path.exists, map(self.path, range(self.total))):
-            # One shard at a time: all responses need not fit into memory.
-            yield from pq.read_table(path).to_pylist() if self.form == "parquet" else read_lines(path)
+        for index in range(self.total):
+            if self.path(index).exists():
+                # One shard at a time: all responses need not fit into memory.
+                yield from self._read(index)
+
+    def _read(self, index: int) -> Sequence[Row]:
+        path = self.path(index)
+        return pq.read_table(path).to_pylist() if self.form == "parquet" else [*read_lines(path)]
 
 
 def write_rows(path: Path, rows: Sequence[Row]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -57,6 +58,7 @@ def dry_run(config: PPOConfig) -> None:
     parts = Assembly(config, place, RunWorkers({}, None), lifecycle, reader(config))
     announce(parts.rate_changes(resume))
     check_rewards(config, parts)
+    check_agents(config, parts)
     actor = config.actor_rollout_ref
     check_supported(rollout_spec(actor.model, actor.rollout, config.data, config.trainer.device))
     models = measured(config)
@@ -77,6 +79,17 @@ def would_resume(config: PPOConfig, run_dir: Path) -> Checkpoint | None:
     if found is not None:
         announce(f"would be resumed with another {change}" for change in check_config(found.manifest.config, asdict(config)))
     return found
+
+
+def check_agents(config: PPOConfig, parts: Assembly) -> None:
+    """Load tools and environments in an agent process, as the run does, and end it. Raises ValueError."""
+    with ExitStack() as stack:
+        one = replace(config.actor_rollout_ref.rollout.agent, num_workers=1)
+        rollout = replace(config.actor_rollout_ref.rollout, agent=one)
+        actor = replace(config.actor_rollout_ref, rollout=rollout)
+        agents = parts.agents(replace(config, actor_rollout_ref=actor), parts.tokenizer, stack)
+        if agents is not None:
+            agents.pool.wait_ready()
 
 
 def check_rewards(config: PPOConfig, parts: Assembly) -> None:

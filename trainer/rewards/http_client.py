@@ -11,7 +11,7 @@ from email.message import Message
 from typing import IO, Any, TypeVar
 from urllib.parse import urlsplit
 
-from configs.base.addresses import is_loopback
+from configs.base.addresses import LONGEST_PAUSE, is_loopback
 from configs.base.secrets import hidden
 
 Reply = TypeVar("Reply")
@@ -98,7 +98,7 @@ def connection_problem(url: str, timeout: float) -> str | None:
 def with_retries(request: Callable[[], Reply], *, retries: int, backoff: float) -> Reply:
     """Call ``request`` and retry after TransientError, up to ``retries`` times with exponential backoff.
 
-    backoff: seconds before the first retry, doubled for each later one. Raises Refused.
+    backoff: seconds before the first retry, doubled for each later one up to LONGEST_PAUSE. Raises Refused.
     """
     for attempt in range(retries + 1):
         try:
@@ -106,7 +106,7 @@ def with_retries(request: Callable[[], Reply], *, retries: int, backoff: float) 
         except TransientError as error:
             if attempt == retries:
                 raise RequestRefused(f"after {attempt + 1} requests; the last: {error}", late=error.late) from error
-            time.sleep(backoff * 2**attempt)
+            time.sleep(min(LONGEST_PAUSE, backoff * 2**attempt))
     raise AssertionError("unreachable")
 
 

@@ -231,6 +231,11 @@ WRONG = [
     ({"servers": {"a": {"command": "x", "url": "y"}}}, {}, r"server a must have command"),
     ({"servers": {"a": {"url": "x", "type": "sse"}}}, {}, r"server a: SSE is not supported"),
     ({"servers": {}}, {}, r"it must have servers by name"),
+    ({"servers": {"a": {"command": "x", "args": "y z"}}}, {}, r"server a: args=y z must be a list of texts"),
+    ({"servers": {"a": {"command": "x", "args": [1]}}}, {}, r"server a: args=\[1\] must be a list of texts"),
+    ({"servers": {"a": {"command": "x", "env": ["A=1"]}}}, {}, r"server a: env=\['A=1'\] must be a mapping"),
+    ({"servers": {"a": {"command": None}}}, {}, r"server a: command=None must be text"),
+    ({"servers": {"a": {"url": "x"}}}, {"config": {"rate_limit": float("nan")}}, r"config.rate_limit=nan: it must be a number"),
     ({"mcp_servers_config_path": "none.json"}, {}, r"mcp_servers_config_path=none.json: no such file"),
     ({"servers": {"a": {"url": "x"}}}, {"config": {"timeout": 0}}, r"config.timeout=0: it must be a number above 0"),
     ({"servers": {"a": {"url": "x"}}}, {"class_name": "my.Tool"}, r"class_name=my.Tool: MCP tools have no class of their own"),
@@ -256,9 +261,33 @@ def test_without_the_package_an_error_says_what_to_install(tmp_path: Path, monke
 def test_a_server_that_does_not_start_is_an_error(tmp_path: Path, server: Any) -> None:
     wrong = [
         ("no-such", [], "there is no program no-such"),
+        ("/no/such/server", [], "there is no program /no/such/server"),
         (sys.executable, ["-c", "exit(1)"], "Connection closed"),
     ]
     for command, args, why in wrong:
         with pytest.raises(ValueError, match=rf"mcp: server a: the server a does not start: {why}") as caught:
             load(tmp_path, {"servers": {"a": {"command": command, "args": args}}})
         assert "\n" not in str(caught.value)
+    with pytest.raises(ValueError, match=r"the server a does not start: .*(?i:connect)"):  # the reason, and no address in memory
+        load(tmp_path, {"servers": {"a": {"url": f"http://127.0.0.1:{free_port()}/mcp"}}})
+
+
+@needs_mcp
+def test_calls_that_wait_for_the_rate_beyond_their_limit_take_no_time_of_others(tmp_path: Path, server: Any) -> None:
+    tools = load(tmp_path, {"servers": {"a": server}}, config={"type": "mcp", "timeout": 5, "rate_limit": 5})
+    for _ in range(2):
+        results, _ = use(tools["add"], *({"a": a} for a in range(12)), parallel=True, seconds=1.2)
+        assert 4 <= sum(result.text.isdigit() for result in results) <= 8
+
+
+@needs_mcp
+def test_a_tool_that_is_not_selected_may_be_unusable(tmp_path: Path, server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(parameters: Any, *, closed: bool) -> Any:
+        if "b" not in parameters["properties"]:
+            raise ValueError("not a JSON schema")
+        return lambda arguments: None
+
+    monkeypatch.setattr(mcp_tools, "validator", refuse)
+    assert [*load(tmp_path, {"servers": {"a": server}, "tool_selected_list": ["add"]})] == ["add"]
+    with pytest.raises(ValueError, match="tool fail: not a JSON schema"):
+        load(tmp_path, {"servers": {"a": server}})

@@ -3,7 +3,7 @@ from typing import Any
 
 import pytest
 
-from trainer.generation.generate import accepted, best_of_n, check_scores, content_of, pairs
+from trainer.generation.generate import accepted, best_of_n, check_scores, content_of, pairs, shard_line
 from trainer.generation.shards import Shards, write_rows
 
 
@@ -47,6 +47,17 @@ def test_a_shard_without_scores_ends_the_program_only_if_no_shard_has_any(
     check_scores([{"responses": ["x"]}], shards, 1, repeatable=False)  # nothing is scored
     check_scores([*lost, MANY], shards, 1, repeatable=False)
     assert capsys.readouterr().err == ""
+
+
+def test_shards_in_which_a_reward_failed_are_known_and_counted(tmp_path: Path) -> None:
+    """A server may be there again in the next run."""
+    whole, partly = row(("a", 1.0, "stop")), row(("b", None, "stop"), ("c", 0.5, "stop"))
+    for form in ("jsonl", "parquet"):
+        shards = Shards(tmp_path / form, form, 3, {})
+        write_rows(shards.path(0), [whole])
+        write_rows(shards.path(2), [whole, partly])
+        assert shards.without_scores() == [2] and shards.missing() == [1]
+    assert "score 0.750  failed 1  tok/s" in shard_line([whole | {"lengths": [3]}, partly | {"lengths": [3, 3]}], 0, 3, 1.0)
 
 
 def texts(min_score: float | None, most: int) -> list[str]:

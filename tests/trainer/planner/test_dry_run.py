@@ -204,6 +204,19 @@ def test_an_engine_over_gpus_that_do_not_divide_the_heads_is_refused(
     assert f"error: {size} does not divide the model's num_attention_heads=4" in capsys.readouterr().err
 
 
+def test_tools_that_do_not_load_are_refused(task: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    turns = "actor_rollout_ref.rollout.multi_turn"
+    (tmp_path / "broken.py").write_text("def f(:")
+    conversations = (f"{turns}.enable=true", "trainer.dry_run=full")
+    for word, message in (
+        (f"{turns}.format=bogus", "format=bogus: no such format"),
+        (f"{turns}.function_tool_path={tmp_path}/broken.py", "broken.py"),
+    ):
+        assert main_ppo.PROGRAM(ppo_arguments(task, tmp_path / "run", *conversations, word)) == 2
+        assert message in capsys.readouterr().err
+    assert main_ppo.PROGRAM(ppo_arguments(task, tmp_path / "run", *conversations)) == 0, capsys.readouterr().err
+
+
 def test_plan_reports_problems_of_the_run(
     task: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -79,3 +79,7 @@ def test_pauses_double(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(RequestRefused, match="after 4 requests; the last: busy"):
         with_retries(never, retries=3, backoff=0.5)
     assert slept == [0.5, 1.0, 2.0]
+    slept.clear()
+    with pytest.raises(RequestRefused):
+        with_retries(never, retries=40, backoff=20.0)
+    assert slept == [20.0, 40.0, *[60.0] * 38]

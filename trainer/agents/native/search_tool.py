@@ -3,9 +3,11 @@
 import json
 from collections.abc import Sequence
 from functools import partial
+from math import inf
 from pathlib import Path
 from typing import Any
 
+from configs.base.addresses import url_problem
 from trainer.agents.isolation import in_thread
 from trainer.agents.native.bm25 import Bm25
 from trainer.agents.tools import BaseTool, OpenAIFunctionToolSchema, ToolResponse
@@ -38,6 +40,11 @@ class SearchTool(BaseTool):
         self._url, corpus = config.get("retrieval_service_url"), config.get("corpus")
         if (self._url is None) == (corpus is None):
             raise ValueError("config needs one of retrieval_service_url and corpus")
+        if self._url is not None and (problem := url_problem(str(self._url))) is not None:
+            raise ValueError(f"config.retrieval_service_url{problem}")
+        for key, least in (("topk", 1), ("retries", 0), ("timeout", 0.001)):
+            if not isinstance(number := config.get(key, 1), int | float) or isinstance(number, bool) or not least <= number < inf:
+                raise ValueError(f"config.{key}={number}: must be a number of {least} or more")
         self._topk = int(config.get("topk", 3))
         self._documents = [] if corpus is None else _read(Path(corpus))
         self._index = None if corpus is None else Bm25(self._documents)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from threading import Lock
 from types import TracebackType
 
+from configs.base.addresses import LONGEST_PAUSE
 from configs.base.secrets import hidden
 from configs.schema.ppo import RemoteConfig, RemoteScoringConfig
 from trainer.rewards.http_client import RequestRefused, TransientError, connection_problem, post, with_retries
@@ -20,8 +21,6 @@ from trainer.rewards.rules.reward_registry import scores_by_source
 from trainer.rewards.scoring import DaemonThreads, Response, Rewards, Score, ScoringProgress
 from workers.controller.logs import tell
 
-_MAX_BACKOFF = 60.0
-"""Maximum seconds for which a server that failed gets requests only if no other server is left."""
 _POLL_SECONDS = 0.1
 """Interval of connection attempts while no server is available yet."""
 
@@ -123,7 +122,9 @@ class RemoteRewards:
         try:
             return with_retries(lambda: self._try_servers(body, len(answers)), retries=config.retries, backoff=config.backoff)
         except RequestRefused as error:
-            return [Score(None, {}, f"no score from {self._key}: {error}", timed_out=error.late)] * len(answers)
+            return [Score(None, {}, f"no score from {self._key}: {error}", timed_out=error.late and len(answers) == 1)] * len(
+                answers
+            )
 
     def _try_servers(self, body: bytes, n: int) -> list[Score]:
         """Scores from the first server that returns them. Raises TransientError if one failed transiently, else Refused."""
@@ -167,7 +168,7 @@ class RemoteRewards:
             server.in_flight -= 1
             server.failures += 1
             # The exponent is bounded too: after a long outage the product would overflow a float.
-            backoff = min(_MAX_BACKOFF, self._config.backoff * 2 ** min(server.failures, 16))
+            backoff = min(LONGEST_PAUSE, self._config.backoff * 2 ** min(server.failures, 16))
             server.retry_at = time.monotonic() + backoff
             is_first = server.failures == 1
         if is_first:  # one line per outage, not one per request

@@ -28,6 +28,15 @@ def test_search_in_a_file_returns_passages(tmp_path: Path) -> None:
         SearchTool({"corpus": str(file)}, None)
     with pytest.raises(ValueError, match="one of retrieval_service_url and corpus"):
         SearchTool({}, None)
+    for wrong, message in (
+        ({"retrieval_service_url": "127.0.0.1:8000/retrieve"}, "retrieval_service_url=127.0.0.1:8000/retrieve: must be http"),
+        ({"retrieval_service_url": ""}, "retrieval_service_url=: must be http"),
+        ({"retrieval_service_url": "http://x", "topk": 0}, "config.topk=0: must be a number of 1 or more"),
+        ({"retrieval_service_url": "http://x", "timeout": "abc"}, "config.timeout=abc: must be a number"),
+        ({"retrieval_service_url": "http://x", "retries": -1}, "config.retries=-1: must be a number of 0 or more"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            SearchTool(wrong, None)
 
 
 def test_a_subclass_of_verls_tool_replaces_the_search(tmp_path: Path) -> None:

@@ -132,6 +132,9 @@ def test_slow_server_times_out(servers: tuple[Rewards, Rewards]) -> None:
     assert time.monotonic() - start < 2.5
     assert all(score.value is None and "after 2 requests; the last: " in (score.error or "") for score in failed)
     assert "timed out" in (failed[0].error or "")
+    assert not any(score.timed_out for score in failed), "which of them is slow, or the server itself, is not known"
+    slow.instead = lambda n: (200, {"rewards": [9.0]}, 3.0)
+    assert [score.timed_out for score in remote(slow, timeout=0.2, retries=0).score(answers(1))] == [True]
 
 
 @pytest.mark.parametrize(
