@@ -84,7 +84,7 @@ class McpServer:
     async def tools(self, selected: Collection[str] = ()) -> tuple[list[str], list[McpTool]]:
         """Names of all tools of the server, and those that are selected (none named: all).
 
-        Raises McpError, or ValueError for a schema of theirs that is none.
+        Raises McpError, or ValueError if one of these has no valid schema.
         """
         names: list[str] = []
         from mcp.types import PaginatedRequestParams
