@@ -39,13 +39,14 @@ class CommandLine:
     """Normalized command line.
 
     flags: Hydra's own. overrides: key=value and group=option, each key once. typed: keys on the command line, by their names in
-    the schema; those of other systems by their own, with the keys that they set. notes: warnings for the user.
+    the schema, and keys that others set. foreign: translated keys, by their own names. notes: warnings for the user.
     """
 
     flags: tuple[str, ...]
     overrides: tuple[str, ...]
     typed: frozenset[str]
     notes: tuple[str, ...]
+    foreign: frozenset[str] = frozenset()
 
 
 def normalise(argv: Sequence[str], schema: type, root: str) -> CommandLine:
@@ -141,19 +142,22 @@ def normalise(argv: Sequence[str], schema: type, root: str) -> CommandLine:
             # The comma of the resolver ${share:...} needs quotes in Hydra's grammar.
             quote = "'" if "${share:" in str(value) else ""
             overrides[name] = f"{name}={quote}{as_typed(value)}{quote}"
-    # Under the foreign names too: a user's YAML may have the same key.
-    typed |= {*translated} | assigned
+    typed |= assigned | ahead.sets.keys()
     notes += ahead.notes
     for name, value in ahead.sets.items():
         overrides[name] = f"{'++' if keys.is_free_form(name) else ''}{name}={written(value, PLAIN)}"
-    return CommandLine(tuple(flags), tuple(overrides.values()), frozenset(typed), tuple(notes))
+    # A user's YAML may have the same foreign keys.
+    foreign = frozenset({*translated} | {name for name in chosen if name in ahead.replaces})
+    return CommandLine(tuple(flags), tuple(overrides.values()), frozenset(typed), tuple(notes), foreign)
 
 
-def normalise_tree(tree: Mapping[str, Any], schema: type, typed: Collection[str] = ()) -> tuple[dict[str, Any], list[str]]:
+def normalise_tree(
+    tree: Mapping[str, Any], schema: type, typed: Collection[str] = (), typed_foreign: Collection[str] = ()
+) -> tuple[dict[str, Any], list[str]]:
     """Normalize a composed but unresolved tree, which contains the keys of a user's YAML; returns the tree and warnings.
 
-    typed: keys on the command line, which take precedence over aliases and foreign keys in the YAML. Raises ConfigError with one
-    line for each invalid key.
+    typed, typed_foreign: see CommandLine; they take precedence over aliases and foreign keys in the YAML. Raises ConfigError with
+    one line for each invalid key.
     """
     keys, names = keys_of(schema), compat()
     native: dict[str, Any] = {}
@@ -162,7 +166,7 @@ def normalise_tree(tree: Mapping[str, Any], schema: type, typed: Collection[str]
         name = names.rename(key, keys)
         if name == key and keys.knows(key) and not names.takes_text(key, value):
             native[key] = value
-        else:
+        elif name not in typed_foreign:
             foreign[name] = value
     notes: list[str] = []
     problems: list[str] = []
@@ -172,7 +176,7 @@ def normalise_tree(tree: Mapping[str, Any], schema: type, typed: Collection[str]
     to_translate: dict[str, Any] = {}
     for name, value in foreign.items():
         is_text = names.takes_text(name, value)
-        if name in ahead.replaces or (name in typed and not is_text):
+        if name in ahead.replaces or (name in typed and not (is_text and keys.knows(name))):
             continue
         if is_text or not keys.knows(name):
             to_translate[name] = value

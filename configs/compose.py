@@ -6,6 +6,7 @@ import re
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import ExitStack, contextmanager, redirect_stdout
 from itertools import pairwise
 from pathlib import Path
@@ -24,6 +25,7 @@ from omegaconf.errors import OmegaConfBaseException
 from configs.argv import CommandLine, normalise, shown
 from configs.base.keys import ConfigError, did_you_mean
 from configs.base.secrets import hidden_lines
+from configs.compat.translate import written
 from configs.load import load
 from configs.sweeps.slurm import slurm_walltime
 from configs.sweeps.sweep_points import Point, Result, SweepInUse, SweepStart, Value, read_results, swept
@@ -32,6 +34,7 @@ Config = TypeVar("Config")
 SHOWING = {"--cfg", "-c", "--info", "-i"}  # flags that print the configuration, and with it any secrets
 DRY_RUNS = {"trainer.dry_run=config", "trainer.dry_run=full"}
 SLURM = "hydra/launcher=submitit_slurm"
+JOB_NUMBER = "${hydra:job.num}"
 Tree = DictConfig  # composed but not validated; only configs.load reads it
 
 # trainer.default_local_dir is the run directory, so Hydra must not create one of its own, nor configure logging. These settings
@@ -60,7 +63,7 @@ def compose_with_notes(
 ) -> tuple[Config, frozenset[str], list[str]]:
     """The configuration of a command line, the keys on it, and the warnings for the user."""
     command = normalise(overrides, schema, root)
-    loaded = load(_tree_of(command, root), schema, command.typed)
+    loaded = load(_tree_of(command, root), schema, command.typed, command.foreign)
     return loaded.config, command.typed, [*command.notes, *loaded.notes]
 
 
@@ -118,7 +121,7 @@ def run_jobs(command: CommandLine, root: str, job: Callable[[Tree, Point | None]
         # A dry run must not leave files, but a sweep writes multirun.yaml: redirect it to a temporary directory.
         if DRY_RUNS & {*overrides}:
             settings.append(f"hydra.sweep.dir={stack.enter_context(TemporaryDirectory())}")
-            overrides = _in_this_process(overrides, root)
+            overrides = _in_this_process(overrides, root, {*command.flags})
         else:
             settings += _sweep_dir_of_jobs(overrides)
         if SLURM in overrides:
@@ -130,23 +133,28 @@ def run_jobs(command: CommandLine, root: str, job: Callable[[Tree, Point | None]
         return [] if SweepStart.directory is None else read_results(SweepStart.directory)
 
 
-def _in_this_process(overrides: Sequence[str], root: str) -> tuple[str, ...]:
-    """The overrides without a launcher, which would submit jobs; its settings are checked. Raises ConfigError."""
+def _in_this_process(overrides: Sequence[str], root: str, flags: AbstractSet[str]) -> tuple[str, ...]:
+    """The overrides with Hydra's own launcher: others would submit jobs. Settings of those are checked. Raises ConfigError."""
     of_launcher = [text for text in overrides if re.match(r"\+*hydra[/.]launcher", text)]
-    if of_launcher:
+    # Not if the user has launchers or settings of them in YAML files.
+    if not flags & {"--config-dir", "--config-path", "--config-name"} and any("hydra/launcher=" in text for text in of_launcher):
         with hydra.initialize_config_module("configs", version_base="1.3"):
             launcher = hydra.compose(root, of_launcher, return_hydra_config=True).hydra.launcher
-        if "signal_delay_s" in launcher:
+        if "signal_delay_s" in launcher and not any(text.startswith("trainer.walltime=") for text in overrides):
             slurm_walltime(launcher.timeout_min, launcher.signal_delay_s)
-    return tuple(text for text in overrides if text not in of_launcher)
+    return *(text for text in overrides if text not in of_launcher), "hydra/launcher=basic"
 
 
 def _sweep_dir_of_jobs(overrides: Sequence[str]) -> list[str]:
-    """Hydra's setting of the sweep's directory where run directories have their job's number, which a sweep has not: x of x_7."""
+    """Hydra's setting of the sweep's directory where run directories have their job's number, which a sweep has not.
+
+    It is x for x_7, and runs/sweep for runs/7.
+    """
     typed = [text.partition("=")[2].strip("'\"") for text in overrides if text.startswith("trainer.default_local_dir=")]
-    if not typed or "${hydra:job" not in typed[0] or any(text.startswith("hydra.sweep.dir=") for text in overrides):
+    if not typed or JOB_NUMBER not in typed[0] or any(text.startswith("hydra.sweep.dir=") for text in overrides):
         return []
-    return [f"hydra.sweep.dir={typed[0].partition('${hydra:job')[0].rstrip('/_-.') or '.'}"]
+    folder, slash, name = typed[0].partition(JOB_NUMBER)[0].rpartition("/")
+    return [f"hydra.sweep.dir={written(folder + slash + (name.rstrip('_-.') or 'sweep'))}"]
 
 
 def _point(command: CommandLine) -> Point:

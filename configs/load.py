@@ -87,14 +87,16 @@ def load_sft(tree: Mapping[str, Any]) -> SFTConfig:
     return load(tree, SFTConfig).config
 
 
-def load(tree: Mapping[str, Any], schema: type[Config], typed: Collection[str] = ()) -> Loaded[Config]:
+def load(
+    tree: Mapping[str, Any], schema: type[Config], typed: Collection[str] = (), typed_foreign: Collection[str] = ()
+) -> Loaded[Config]:
     """Validate a tree against a schema and convert it.
 
-    typed: keys on the command line, see normalise_tree. Raises ConfigError with one line for each problem.
+    typed, typed_foreign: keys on the command line, see normalise_tree. Raises ConfigError with one line for each problem.
     """
     # Normalize before interpolations are resolved: translated keys may set values that others refer to.
     unresolved: Any = OmegaConf.to_container(tree) if isinstance(tree, DictConfig) else tree
-    native, notes = normalise_tree(unresolved, schema, typed)
+    native, notes = normalise_tree(unresolved, schema, typed, typed_foreign)
     try:
         plain: Any = OmegaConf.to_container(OmegaConf.create(without_marks(native, schema)), resolve=True)
     except OmegaConfBaseException as error:

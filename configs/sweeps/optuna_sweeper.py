@@ -69,12 +69,14 @@ class OptunaSweeper(Sweeper):
         OmegaConf.save(self.settings, sweep_dir / "multirun.yaml")
         study = self.study(sweep_dir, space, fixed)
 
-        if OmegaConf.select(self.settings, "trainer.dry_run") is not None:
-            self.jobs.launch([(*fixed, *words(study.ask(fixed_distributions=space)))], initial_job_idx=0)
-            return
-
         # Imported here: optuna is an optional dependency, and self.study reports clearly if it is missing.
         from optuna.trial import TrialState
+
+        if OmegaConf.select(self.settings, "trainer.dry_run") is not None:
+            trial = study.ask(fixed_distributions=space)
+            self.jobs.launch([(*fixed, *words(trial))], initial_job_idx=0)
+            study.tell(trial.number, state=TrialState.FAIL)  # the directory is the search's own if a YAML asked for this
+            return
 
         for trial in study.get_trials(states=(TrialState.RUNNING,)):
             if trial.params.keys() != space.keys():  # the process was killed while the trial was created
@@ -218,7 +220,7 @@ def distribution(override: Override) -> "BaseDistribution":
             raise ConfigError(f"{typed}: the range is empty")
         # Only an integer range becomes an ordered distribution; a float range is a list of choices.
         if all(isinstance(value, int) for value in values):
-            return IntDistribution(min(values), max(values), step=abs(values[1] - values[0]) if len(values) > 1 else 1)
+            return IntDistribution(min(values), max(values), step=abs(int(sweep.step)))
     if isinstance(sweep, ChoiceSweep | RangeSweep):
         return CategoricalDistribution(list(override.sweep_string_iterator()))
     raise ConfigError(f"{typed}: must be choices, a range or an interval")

@@ -261,15 +261,20 @@ def test_a_sweep_over_run_directories_keeps_their_names(typed: str, tmp_path: Pa
 
 def test_the_files_of_a_sweep_are_next_to_its_numbered_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    typed = "trainer.default_local_dir=runs/x_${hydra:job.num}"
-    directories = [config.trainer.default_local_dir for config in jobs("-m", typed, "trainer.seed=1,2")]
-    assert directories == ["runs/x_0", "runs/x_1"] and Path("runs/x/multirun.yaml").is_file()
+    for name, sweep in (("runs/x_", "runs/x"), ("runs/", "runs/sweep"), ("", "sweep"), ("runs/a,b_", "runs/a,b")):
+        typed = f"trainer.default_local_dir='{name}${{hydra:job.num}}'"
+        directories = [config.trainer.default_local_dir for config in jobs("-m", typed, "trainer.seed=1,2")]
+        assert directories == [f"{name}0", f"{name}1"] and Path(sweep, "multirun.yaml").is_file()
 
 
 def test_a_dry_run_submits_no_jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     local = ("hydra/launcher=submitit_local", "hydra.launcher.timeout_min=5")
     assert len(jobs("-m", *local, "trainer.seed=1,2", "trainer.dry_run=config")) == 2, "they ran in this process"
+    mine = Path("mine/hydra/launcher/mine.yaml")
+    write(mine, "defaults: [submitit_local]\ntimeout_min: 7\n")
+    own = ("--config-dir", "mine", "hydra/launcher=mine", "hydra.launcher.timeout_min=8")
+    assert len(jobs("-m", *own, "trainer.seed=1,2", "trainer.dry_run=config")) == 2
     with pytest.raises(ConfigError, match="timeout_mni"):
         jobs("-m", *local, "hydra.launcher.timeout_mni=5", "trainer.seed=1,2", "trainer.dry_run=config")
 

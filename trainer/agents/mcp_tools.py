@@ -28,6 +28,8 @@ _START = 60.0
 """Seconds in which a server must be ready."""
 _PING = 2.0
 """Seconds in which a server must reply, after one of its calls has exceeded its limit; otherwise it is started again."""
+_LEAVE = 10.0
+"""Seconds in which a connection that was not opened is closed: only then its error is known."""
 _TIMEOUT = 30.0  # as verl's
 _LAUNCHER = (
     "import os, runpy, sys; "
@@ -144,7 +146,11 @@ class McpServer:
             self._session, self._lost = asyncio.get_running_loop().create_future(), asyncio.Event()
             _start(self._serve(self._session, self._lost), self._lost)
         lost = self._lost
-        return await asyncio.shield(self._session), lost
+        try:
+            async with asyncio.timeout(_START + _LEAVE):
+                return await asyncio.shield(self._session), lost
+        except TimeoutError as error:
+            raise McpError(f"the server {self.name} does not start: not ready after {_START + _LEAVE:g} s") from error
 
     async def _serve(self, ready: asyncio.Future[Any], lost: asyncio.Event) -> None:
         """Hold the connection until it is lost."""
@@ -177,7 +183,7 @@ class McpServer:
             from mcp import StdioServerParameters, stdio_client
 
             program, path = config["command"], (config.get("env") or {}).get("PATH")
-            if shutil.which(Path(config.get("cwd") or "", program) if "/" in program else program, path=path) is None:
+            if shutil.which(os.path.join(config.get("cwd") or "", program) if "/" in program else program, path=path) is None:
                 raise McpError(f"there is no program {program}")
             args = ["-I", "-S", "-c", _LAUNCHER, stop.__file__, str(os.getpid()), program, *(config.get("args") or ())]
             env = {name: str(value) for name, value in (config.get("env") or {}).items()}

@@ -72,13 +72,13 @@ Flags
                           a whole configuration of your own
   -m, --multirun          a job for each of key=1,2; again: those that are left
 {dry_runs}"""
+FULL = (errno.ENOSPC, errno.EDQUOT)
 DRY_RUNS = {
     "config": "  trainer.dry_run=config  check the configuration, start nothing",
     "full": "  trainer.dry_run=full    and models, data and rewards; print the plan",
 }
 NOTHING_LEFT = "nothing is left to do; more steps continue from there, and trainer.resume_mode=disable starts anew"
 WIDTH = 80
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 """Columns of the help page."""
 
 
@@ -181,7 +181,7 @@ class Program(Generic[Config]):
         """
         before = None
         try:
-            loaded = load(tree, self.schema, command.typed)
+            loaded = load(tree, self.schema, command.typed, command.foreign)
             run_config, earlier_notes = in_earlier_directory(loaded.config, self.root, command.typed)
             full_traceback = run_config.trainer.full_traceback
             run_config, settled = self.settle(run_config, command.typed)
@@ -257,8 +257,10 @@ class Program(Generic[Config]):
             if error.errno not in FULL or trainer.full_traceback:
                 traceback.print_exc()
                 return 1, "failed"
-            where = error.filename or trainer.default_local_dir
-            return complain(f"{where}: {error.strerror}; make room there, or name another directory"), "failed"
+            complain(
+                f"{error.filename or trainer.default_local_dir}: {error.strerror}; make room there, or name another directory"
+            )
+            return 1, "failed"
         except Exception:
             traceback.print_exc()
             return 1, "failed"

@@ -27,7 +27,10 @@ def earlier(config: Mapping[str, Any], trainer: RunConfig, point: Point) -> Outc
         return None
     before = earlier_outcome(Path(trainer.default_local_dir), config)
     if before is not None and before.status == "finished" and not has_exported(config["trainer"]):
-        print(f"point {point.number} finished, and its exported model is missing: it is exported again", file=sys.stderr)
+        print(
+            f"point {point.number} finished, and its exported model is missing, or another run's: it is exported again",
+            file=sys.stderr,
+        )
         return None
     if before is not None:
         print(f"point {point.number} {STATUS_MESSAGES[before.status]} ({trainer.default_local_dir})", file=sys.stderr)

@@ -25,12 +25,13 @@ from configs.base.locks import locked
 from configs.reward_models import reward_models
 from configs.schema.generation import GenerationConfig
 from configs.schema.ppo import ModelScoringConfig, wants_truth
+from configs.validation.rollout import engine_ranks
 from trainer.cluster.launch import opened_workers
 from trainer.cluster.watchdog import Watchdog
 from trainer.data.chat import load_tokenizer
 from trainer.data.dataset import PromptDataset
 from trainer.generation.generator import Generator
-from trainer.generation.shards import CONTENT, Row, Shards, write_rows
+from trainer.generation.shards import CONTENT, Row, Shards, unavailable, write_rows
 from trainer.rewards.models.reward_builder import check_reward_models, start_reward_models
 from trainer.rewards.remote.remote_rewards import needs_data_sources, open_rewards
 from trainer.rewards.rules.reward_registry import check_data_sources, may_ask_judge
@@ -42,7 +43,6 @@ from workers.roles.rollout_engines import check_installed
 from workers.roles.train_engines import check_adapter, check_shared_heads
 
 # Keys that cannot change a response. All others must be unchanged for a run to resume.
-BLOCK = 2**16
 MAY_CHANGE = (
     "data.path",  # the prompts are hashed instead, so files may be moved
     "data.output_path",
@@ -59,8 +59,8 @@ def run(config: GenerationConfig, notices: Sequence[str]) -> None:
     """Check the configuration, generate missing shards, then select. notices: warnings about the configuration."""
     check_installed(config.actor_rollout_ref.rollout.name)
     check_adapter("actor_rollout_ref", config.actor_rollout_ref.model, "lm")
-    size = config.actor_rollout_ref.rollout.tensor_model_parallel_size
-    check_shared_heads("actor_rollout_ref.rollout.tensor_model_parallel_size", size, config.actor_rollout_ref.model, "lm")
+    ranks = engine_ranks(config.actor_rollout_ref.rollout)
+    check_shared_heads("actor_rollout_ref.rollout.tensor_model_parallel_size", ranks, config.actor_rollout_ref.model, "lm")
     data, selection = config.data, config.selection
     scored = selection.score or any(file is not None for file in (selection.best_of_n, selection.sft, selection.preferences))
     if scored:
@@ -82,8 +82,8 @@ def complete(config: GenerationConfig, prompts: PromptDataset, tokenizer: PreTra
     total = -(-len(prompts) // data.batch_size)
     shards = Shards(Path(data.output_path), data.output_format, total, manifest(config, prompts, scored=scored))
     missing = shards.missing()
-    if scored and not is_repeatable(config.reward) and (failed := shards.without_scores()):
-        print(f"rewards failed in {len(failed)} of the shards that are there, by a server: these shards are generated again")
+    if scored and not is_repeatable(config.reward) and (failed := shards.failed()):
+        print(f"no server was available for some rewards of {len(failed)} shards: these shards are generated again")
         missing = sorted([*missing, *failed])
     if missing:
         if len(missing) < total:
@@ -134,6 +134,12 @@ def generate(generator: Generator, shards: Shards, missing: Sequence[int], batch
             first = index * batch_size
             # Shards are written as they are complete: a killed run loses one at most.
             rows = generator.rows(range(first, min(first + batch_size, len(generator.data))))
+            if shards.path(index).exists() and unavailable(rows) >= shards.failures(index):
+                print(
+                    f"note: shard {index} is kept: again no server was available for {unavailable(rows)} rewards", file=sys.stderr
+                )
+                progress.advance(bar)
+                continue
             check_scores(rows, shards, index, repeatable=repeatable)
             write_rows(shards.path(index), rows)
             seconds = time.perf_counter() - started
@@ -220,21 +226,29 @@ def manifest(config: GenerationConfig, prompts: PromptDataset, *, scored: bool) 
         digest.update(repr((prompt.uid, prompt.prompt_ids, *judged)).encode())
     decided = {key: value for key, value in leaves(parts).items() if key not in MAY_CHANGE}
     # A model may be replaced by another one at the same path.
-    paths = {key: value for key, value in decided.items() if key.endswith(".path") and isinstance(value, str)}
+    paths = {key: value for key, value in decided.items() if key.endswith("path") and isinstance(value, str)}
     decided |= {f"{key}{CONTENT}": content_of(Path(value)) for key, value in paths.items() if Path(value).is_dir()}
     return decided | {"trainer.seed": config.trainer.seed, "scored": scored, "prompts": digest.hexdigest()}
 
 
+BLOCK, STRIDE, WHOLE = 2**14, 2**20, 2**24
+CONTENTS = (".safetensors", ".bin", ".json", ".jinja", ".model", ".txt")
+
+
 def content_of(directory: Path) -> str:
-    """Hash of a model's files: names, sizes, and three blocks of each. The same for a copy; weights that were trained differ."""
+    """Hash of a model's files: names, sizes, and content; of a file beyond WHOLE bytes a block of every STRIDE. Equal for a copy.
+
+    Weights that were trained differ in nearly all blocks.
+    """
     digest = hashlib.blake2b(digest_size=16)
-    for path in sorted(path for path in directory.iterdir() if path.is_file()):
+    for path in sorted(path for path in directory.iterdir() if path.is_file() and path.suffix in CONTENTS):
         size = path.stat().st_size
+        block, stride = (BLOCK, STRIDE) if size > WHOLE else (STRIDE, STRIDE)
         digest.update(f"{path.name} {size} ".encode())
         with path.open("rb") as file:
-            for start in sorted({0, max(0, (size - BLOCK) // 2), max(0, size - BLOCK)}):
+            for start in range(0, size, stride):
                 file.seek(start)
-                digest.update(file.read(BLOCK))
+                digest.update(file.read(block))
     return digest.hexdigest()
 
 

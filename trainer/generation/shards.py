@@ -13,6 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from trainer.data.files import read_lines
+from trainer.rewards.http_client import EXHAUSTED
 from trainer.run.run_dir import fsync_directory, write_atomic
 
 MANIFEST = "manifest.json"
@@ -67,10 +68,13 @@ class Shards:
     def missing(self) -> list[int]:
         return [index for index in range(self.total) if not self.path(index).exists()]
 
-    def without_scores(self) -> list[int]:
-        """Shards that are there, and in which a reward has failed."""
-        there = [index for index in range(self.total) if self.path(index).exists()]
-        return [index for index in there if any(None in row.get("scores", ()) for row in self._read(index))]
+    def failures(self, index: int) -> int:
+        """Number of rewards that have failed because a server was not available, in a shard that is there."""
+        return unavailable(self._read(index))
+
+    def failed(self) -> list[int]:
+        """Shards that are there, and have such rewards."""
+        return [index for index in range(self.total) if self.path(index).exists() and self.failures(index)]
 
     def rows(self) -> Iterator[Row]:
         """Rows of all shards that are there, in order."""
@@ -82,6 +86,11 @@ class Shards:
     def _read(self, index: int) -> Sequence[Row]:
         path = self.path(index)
         return pq.read_table(path).to_pylist() if self.form == "parquet" else [*read_lines(path)]
+
+
+def unavailable(rows: Sequence[Row]) -> int:
+    """Number of rewards that have failed because a server was not available."""
+    return sum(error is not None and EXHAUSTED in error for row in rows for error in row.get("reward_errors", ()))
 
 
 def write_rows(path: Path, rows: Sequence[Row]) -> None:

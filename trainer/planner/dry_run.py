@@ -58,7 +58,8 @@ def dry_run(config: PPOConfig) -> None:
     parts = Assembly(config, place, RunWorkers({}, None), lifecycle, reader(config))
     announce(parts.rate_changes(resume))
     check_rewards(config, parts)
-    check_agents(config, parts)
+    if config.trainer.replay.mode is None:
+        check_agents(config, parts)
     actor = config.actor_rollout_ref
     check_supported(rollout_spec(actor.model, actor.rollout, config.data, config.trainer.device))
     models = measured(config)

@@ -180,7 +180,7 @@ def check_splits(config: PPOConfig) -> None:
 def check_replicas(config: PPOConfig) -> None:
     """Check that the GPUs of a replica of the rollout engine divide the model's heads. Raises ConfigError."""
     name, actor = "actor_rollout_ref.rollout.tensor_model_parallel_size", config.actor_rollout_ref
-    check_shared_heads(name, actor.rollout.tensor_model_parallel_size, actor.model, "lm")
+    check_shared_heads(name, engine_ranks(actor.rollout), actor.model, "lm")
 
 
 def sharded_roles(config: PPOConfig) -> Iterator[tuple[str, ShardedConfig, ModelConfig, Head]]:

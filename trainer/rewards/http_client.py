@@ -17,6 +17,8 @@ from configs.base.secrets import hidden
 Reply = TypeVar("Reply")
 
 _TRANSIENT = {408, 409, 425, 429, 500, 502, 503, 504}  # HTTP status codes for which a retry may succeed
+EXHAUSTED = "requests; the last: "
+"""In the error of a request to a server that has failed transiently in all attempts."""
 _MAX_REPLY = 1 << 22  # bytes
 
 
@@ -105,7 +107,7 @@ def with_retries(request: Callable[[], Reply], *, retries: int, backoff: float) 
             return request()
         except TransientError as error:
             if attempt == retries:
-                raise RequestRefused(f"after {attempt + 1} requests; the last: {error}", late=error.late) from error
+                raise RequestRefused(f"after {attempt + 1} {EXHAUSTED}{error}", late=error.late) from error
             time.sleep(min(LONGEST_PAUSE, backoff * 2**attempt))
     raise AssertionError("unreachable")
 

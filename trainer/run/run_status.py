@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -28,6 +29,8 @@ from trainer.run.run_dir import (
 
 # Keys that control how a run is started, monitored and evaluated. They do not identify the run: two configurations that differ
 # in these keys only are the same run. A name that ends in a dot stands for all keys below it.
+MARK = ".exported_by"
+"""In the directory of an exported model: which run it is of."""
 NOT_THE_RUN = (
     "trainer.default_local_dir", "trainer.resume_mode", "trainer.max_restarts", "trainer.walltime", "trainer.watch.",
     "trainer.project_name", "trainer.experiment_name",
@@ -87,7 +90,11 @@ def ended_with(run_dir: Path, config: Mapping[str, Any]) -> int | None:
     if before is None or before.status != "finished" or not (run_dir / LATEST).exists():
         return None
     step = int(last_metrics(run_dir).get(GLOBAL_STEP, 0))
-    return step if (run_dir / LATEST).read_text().strip() == str(step) and step in checkpoint_steps(run_dir) else None
+    return (
+        step
+        if (run_dir / LATEST).read_text(errors="replace").strip() == str(step) and step in checkpoint_steps(run_dir)
+        else None
+    )
 
 
 def read_outcome(run_dir: Path) -> Outcome | None:
@@ -124,9 +131,15 @@ def has_exported(trainer: Mapping[str, Any]) -> bool:
     target, record = Path(trainer["export_dir"]).expanduser(), Path(trainer["default_local_dir"]) / EXPORTED
     if not target.is_dir() or not any(target.iterdir()):
         return False
-    return not record.exists() or record.read_text(encoding="utf-8") == str(target.resolve())
+    if not record.exists():
+        return True
+    mark = target / MARK
+    return mark.exists() and mark.read_text(encoding="utf-8") == record.read_text(encoding="utf-8") != ""
 
 
 def record_export(run_dir: Path, export_dir: str | None) -> None:
-    """Record where the run that has ended exported its model to; None: nowhere."""
-    write_atomic(run_dir / EXPORTED, "" if export_dir is None else str(Path(export_dir).expanduser().resolve()))
+    """Record, in the directories of the run and of the model, that the run has ended and exported it; None: it exported none."""
+    digest = hashlib.blake2b((run_dir / CONFIG).read_bytes(), digest_size=16).hexdigest()
+    if export_dir is not None:
+        write_atomic(Path(export_dir).expanduser() / MARK, digest)
+    write_atomic(run_dir / EXPORTED, "" if export_dir is None else digest)

@@ -3,7 +3,7 @@ from typing import Any
 
 import pytest
 
-from trainer.generation.generate import accepted, best_of_n, check_scores, content_of, pairs, shard_line
+from trainer.generation.generate import accepted, best_of_n, check_scores, content_of, generate, pairs, shard_line
 from trainer.generation.shards import Shards, write_rows
 
 
@@ -52,11 +52,14 @@ def test_a_shard_without_scores_ends_the_program_only_if_no_shard_has_any(
 def test_shards_in_which_a_reward_failed_are_known_and_counted(tmp_path: Path) -> None:
     """A server may be there again in the next run."""
     whole, partly = row(("a", 1.0, "stop")), row(("b", None, "stop"), ("c", 0.5, "stop"))
+    late = partly | {"reward_errors": ["no score from reward.remote_urls: after 3 requests; the last: refused", None]}
     for form in ("jsonl", "parquet"):
         shards = Shards(tmp_path / form, form, 3, {})
         write_rows(shards.path(0), [whole])
+        write_rows(shards.path(2), [whole, late])
+        assert shards.failed() == [2] and shards.missing() == [1] and shards.failures(2) == 1
         write_rows(shards.path(2), [whole, partly])
-        assert shards.without_scores() == [2] and shards.missing() == [1]
+        assert shards.failed() == [], "the reward of that response fails, and not the server"
     assert "score 0.750  failed 1  tok/s" in shard_line([whole | {"lengths": [3]}, partly | {"lengths": [3, 3]}], 0, 3, 1.0)
 
 
@@ -80,6 +83,32 @@ def test_pairs_are_of_different_terminated_texts_with_the_better_one_chosen() ->
     assert len(pairs(MANY, 1)) == 1 and pairs(row(("a", 1.0, "stop"), ("b", None, "stop")), 9) == []
 
 
+def test_a_shard_is_generated_again_once_and_kept_if_no_better(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    error = "no score from reward.remote_urls: after 3 requests; the last: refused"
+    lost = row(("a", None, "stop"), ("b", None, "stop")) | {"reward_errors": [error, error]}
+    half = row(("a", None, "stop"), ("b", 0.5, "stop")) | {"reward_errors": [error, None]}
+
+    class Fixed:
+        data = range(2)
+
+        def __init__(self, rows: list[dict[str, Any]]) -> None:
+            self._rows = rows
+
+        def rows(self, indices: range) -> list[dict[str, Any]]:
+            return [self._rows[i] for i in indices]
+
+    shards = Shards(tmp_path, "jsonl", 1, {})
+    for before, after, kept in (
+        ([half, half], [lost, half], 2),
+        ([lost, half], [half, half], 2),
+        ([lost, lost], [half, half], 2),
+    ):
+        write_rows(shards.path(0), before)
+        generate(Fixed(after), shards, [0], 2, repeatable=False)  # type: ignore[arg-type]
+        assert shards.failures(0) == kept, "the shard with fewer failures is kept"
+    assert "note: shard 0 is kept: again no server was available for 3 rewards" in capsys.readouterr().err
+
+
 def test_content_of_a_model_changes_with_its_weights_and_not_with_a_copy(tmp_path: Path) -> None:
     weights = bytearray(range(256)) * 2048
     contents = []
@@ -91,3 +120,5 @@ def test_content_of_a_model_changes_with_its_weights_and_not_with_a_copy(tmp_pat
         (tmp_path / name / "model.safetensors").write_bytes(changed)
         contents.append(content_of(tmp_path / name))
     assert contents[0] == contents[1] and len({*contents}) == 4
+    (tmp_path / "a" / "README.md").write_text("notes")
+    assert content_of(tmp_path / "a") == contents[0]

@@ -122,9 +122,9 @@ class RemoteRewards:
         try:
             return with_retries(lambda: self._try_servers(body, len(answers)), retries=config.retries, backoff=config.backoff)
         except RequestRefused as error:
-            return [Score(None, {}, f"no score from {self._key}: {error}", timed_out=error.late and len(answers) == 1)] * len(
-                answers
-            )
+            return [
+                Score(None, {}, f"no score from {self._key}: {error}", timed_out=error.late and config.batch_size == 1)
+            ] * len(answers)
 
     def _try_servers(self, body: bytes, n: int) -> list[Score]:
         """Scores from the first server that returns them. Raises TransientError if one failed transiently, else Refused."""

@@ -15,7 +15,7 @@ import gc
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
@@ -449,7 +449,8 @@ def load_model_classes(names: Iterable[str]) -> None:
 
     for name in names:
         if name in ModelRegistry.models:  # others are models of transformers
-            ModelRegistry.register_model(name, ModelRegistry.models[name].load_model_cls())
+            with suppress(ImportError):  # vLLM reports it, or takes the model of transformers
+                ModelRegistry.register_model(name, ModelRegistry.models[name].load_model_cls())
 
 
 def make_engine(arguments: dict[str, Any]) -> Any:
