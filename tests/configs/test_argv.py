@@ -401,13 +401,13 @@ OPTIM = "actor_rollout_ref.actor.optim"
         ({f"{LORA}.alpha": 64, f"{LORA}.rank": 16}, "trainer.seed=1", f"{LORA}_alpha", 64),
         ({f"{LORA}.rank": 16, f"{LORA}.alpha": 64}, "trainer.seed=1", f"{LORA}_alpha", 64),
         ({f"{OPTIM}.lr_decay_style": "cosine"}, f"{OPTIM}.lr_decay_style=linear", f"{OPTIM}.lr_scheduler_type", "linear"),
-        ({f"{OPTIM}.lr_decay_style": "cosine"}, f"{OPTIM}.lr_decay_style=constant", f"{OPTIM}.lr_scheduler_type", "constant"),
+        ({f"{OPTIM}.lr_decay_style": "cosine"}, f"{OPTIM}.lr_decay_style=constant", f"{OPTIM}.lr_scheduler_type", None),
         ({"model_engine": "megatron"}, "model_engine=dp", "actor_rollout_ref.actor.strategy", None),
         (
             {"async_training.staleness_threshold": 3.0},
             "async_training.staleness_threshold=1.0",
             "async_training.max_staleness",
-            2,
+            1,
         ),
         ({f"{OPTIM}.lr_decay_steps": 100}, f"{OPTIM}.lr_decay_steps=200", f"{OPTIM}.total_training_steps", 200),
         (

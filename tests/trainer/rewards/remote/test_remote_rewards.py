@@ -134,7 +134,7 @@ def test_slow_server_times_out(servers: tuple[Rewards, Rewards]) -> None:
     assert "timed out" in (failed[0].error or "")
     assert not any(score.timed_out for score in failed), "which of them is slow, or the server itself, is not known"
     slow.instead = lambda n: (200, {"rewards": [9.0]}, 3.0)
-    assert [score.timed_out for score in remote(slow, timeout=0.2, retries=0).score(answers(1))] == [True]
+    assert [score.timed_out for score in remote(slow, timeout=0.2, retries=0, batch_size=1).score(answers(1))] == [True]
 
 
 @pytest.mark.parametrize(
