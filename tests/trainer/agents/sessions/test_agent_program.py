@@ -409,8 +409,7 @@ def test_calls_over_the_limit_are_refused_also_at_the_same_time(folder: Path) ->
 def test_a_program_that_ends_gives_up_its_calls(folder: Path) -> None:
     with AgentPool(setup(folder, program=f"{folder}/program.py:race")) as pool:
         pool.start([task(0)])
-        (first,) = pool.collect([0])
-        others = list[Wanted | Finished]()
+        first, *others = pool.collect([0])  # on a machine under load the others are there too
         while len(others) < 2:  # the program has given up its first call, which is in the engines
             others += pool.ready([0], 60.0)
         assert isinstance(first, Wanted) and all(isinstance(one, Wanted) for one in others)
