@@ -39,7 +39,7 @@ class CommandLine:
     """Normalized command line.
 
     flags: Hydra's own. overrides: key=value and group=option, each key once. typed: keys on the command line, by their names in
-    the schema, and keys that others set. foreign: translated keys, by their own names. notes: warnings for the user.
+    the schema. foreign: translated keys by their own names, and the keys that they set. notes: warnings for the user.
     """
 
     flags: tuple[str, ...]
@@ -142,12 +142,11 @@ def normalise(argv: Sequence[str], schema: type, root: str) -> CommandLine:
             # The comma of the resolver ${share:...} needs quotes in Hydra's grammar.
             quote = "'" if "${share:" in str(value) else ""
             overrides[name] = f"{name}={quote}{as_typed(value)}{quote}"
-    typed |= assigned | ahead.sets.keys()
     notes += ahead.notes
     for name, value in ahead.sets.items():
         overrides[name] = f"{'++' if keys.is_free_form(name) else ''}{name}={written(value, PLAIN)}"
-    # A user's YAML may have the same foreign keys.
-    foreign = frozenset({*translated} | {name for name in chosen if name in ahead.replaces})
+    # A user's YAML may have the same foreign keys, or others that set the same keys.
+    foreign = frozenset({*translated} | assigned | {name for name in chosen if name in ahead.replaces})
     return CommandLine(tuple(flags), tuple(overrides.values()), frozenset(typed), tuple(notes), foreign)
 
 
@@ -166,7 +165,7 @@ def normalise_tree(
         name = names.rename(key, keys)
         if name == key and keys.knows(key) and not names.takes_text(key, value):
             native[key] = value
-        elif name not in typed_foreign:
+        elif keys.knows(name) or name not in typed_foreign:
             foreign[name] = value
     notes: list[str] = []
     problems: list[str] = []
@@ -186,7 +185,7 @@ def normalise_tree(
     # After the aliases, whose values stay: the order of a YAML's keys has no meaning.
     for name, value in to_translate.items():
         try:
-            note, values = names.instead(name, value, keys, native.get).over({*typed, *aliases})
+            note, values = names.instead(name, value, keys, native.get).over({*typed, *typed_foreign, *aliases})
         except ConfigError as error:
             problems.append(str(error))
             continue

@@ -369,6 +369,10 @@ def test_defaults_and_quick_start_have_no_errors_or_notes() -> None:
             ["trainer.replay.path=a: trainer.replay.mode is null; set it to rollout (generate the step again) or train"],
         ),
         (
+            ["reward.judge.url=127.0.0.1:1/v1"],
+            ["reward.judge.url=127.0.0.1:1/v1: must be http://HOST:PORT/PATH or https://..."],
+        ),
+        (
             ["reward.judge.url=http://me@host/v1"],
             [
                 "reward.judge.url: contains a user name or a password; put the key into the variable named by "

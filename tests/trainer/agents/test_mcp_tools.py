@@ -273,6 +273,19 @@ def test_a_server_that_does_not_start_is_an_error(tmp_path: Path, server: Any) -
 
 
 @needs_mcp
+@pytest.mark.parametrize("cwd", [None, "servers"])
+def test_a_command_may_be_a_path_from_the_servers_directory(
+    tmp_path: Path, server: Any, monkeypatch: pytest.MonkeyPatch, cwd: str | None
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    program = tmp_path / (cwd or ".") / "run.sh"
+    program.parent.mkdir(exist_ok=True)
+    program.write_text(f"#!/bin/sh\nexec {server['command']} {server['args'][0]}\n")
+    program.chmod(0o755)
+    assert "add" in load(tmp_path, {"servers": {"a": server | {"command": "./run.sh", "args": None, "cwd": cwd}}})
+
+
+@needs_mcp
 def test_calls_that_wait_for_the_rate_beyond_their_limit_take_no_time_of_others(tmp_path: Path, server: Any) -> None:
     tools = load(tmp_path, {"servers": {"a": server}}, config={"type": "mcp", "timeout": 5, "rate_limit": 5})
     for _ in range(2):

@@ -16,7 +16,7 @@ from tests.broken import PROGRAMS
 from trainer.cli.program import Program
 from trainer.run.errors import CheckFailed, NotSaved, Stopped
 from trainer.run.run_dir import GLOBAL_STEP, LATEST, METRICS, json_line, write_config
-from trainer.run.run_status import record_export, write_outcome
+from trainer.run.run_status import MARK, record_export, write_outcome
 from workers.controller.group import PhaseTimeout, WorkerError
 
 ROOT = CONFIG_DIR.parent
@@ -73,6 +73,9 @@ def test_finished_run_is_not_started_again(tmp_path: Path, capsys: pytest.Captur
     (exported / "config.json").write_text("{}")
     record_export(tmp_path, None)
     assert main(words) == 0 and seen.pop() == "auto", "a model of another run is there"
+    record_export(tmp_path, str(exported))
+    (exported / MARK).write_text("another run's")
+    assert main(words) == 0 and seen.pop() == "auto", "another run has exported there since"
     record_export(tmp_path, str(exported))
     seen.clear()
     assert main(words) == 0 and seen == []

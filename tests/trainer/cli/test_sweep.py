@@ -110,7 +110,10 @@ def test_finished_trial_without_its_exported_model_is_run_again(runs: Runs, caps
     Path("model/1/config.json").write_text("{}")
     assert runs(*words) == 0 and runs.begun == ["0", "1", "0"]
     err = capsys.readouterr().err
-    assert "point 0 finished, and its exported model is missing, or another run's: it is exported again\n" in err and "point 1 was finished" in err
+    assert (
+        "point 0 finished, and its exported model is missing, or another run's: it is exported again\n" in err
+        and "point 1 was finished" in err
+    )
 
 
 def test_a_signal_in_the_last_step_of_a_trial_ends_the_sweep(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
