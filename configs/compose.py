@@ -92,17 +92,17 @@ def run_jobs(command: CommandLine, root: str, job: Callable[[Tree, Point | None]
             return job(tree, None)
         # Each trial needs its own run directory, unless the user's overrides already make them distinct.
         number, distinct = HydraConfig.get().job.num, _sweeps_over_directories(command)
-        written: Any = OmegaConf.to_container(tree.trainer)
+        unresolved: Any = OmegaConf.to_container(tree.trainer)
         if not distinct:
             tree.trainer.default_local_dir = f"{tree.trainer.default_local_dir}/{number}"
         checkpoint = tree.trainer.get("checkpoint", {})
         remote = checkpoint.get("remote_dir")
-        if remote is not None and not (distinct and "${" in written["checkpoint"]["remote_dir"]):
+        if remote is not None and not (distinct and "${" in unresolved["checkpoint"]["remote_dir"]):
             checkpoint.remote_dir = f"{remote}/{number}"
         for name in ("export_dir", "rollout_data_dir"):
             path = tree.trainer.get(name)
             # Below the job's own directory, or made of its number, it is distinct already.
-            own = path is None or "${hydra:job" in written[name] or path.startswith(f"{tree.trainer.default_local_dir}/")
+            own = path is None or "${hydra:job" in unresolved[name] or path.startswith(f"{tree.trainer.default_local_dir}/")
             if not own:
                 tree.trainer[name] = f"{path}/{number}"
         launcher = HydraConfig.get().launcher

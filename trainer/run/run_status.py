@@ -27,10 +27,11 @@ from trainer.run.run_dir import (
     write_atomic,
 )
 
-# Keys that control how a run is started, monitored and evaluated. They do not identify the run: two configurations that differ
-# in these keys only are the same run. A name that ends in a dot stands for all keys below it.
 MARK = ".exported_by"
 """In the directory of an exported model: which run it is of."""
+
+# Keys that control how a run is started, monitored and evaluated. They do not identify the run: two configurations that differ
+# in these keys only are the same run. A name that ends in a dot stands for all keys below it.
 NOT_THE_RUN = (
     "trainer.default_local_dir", "trainer.resume_mode", "trainer.max_restarts", "trainer.walltime", "trainer.watch.",
     "trainer.project_name", "trainer.experiment_name",
@@ -90,11 +91,8 @@ def ended_with(run_dir: Path, config: Mapping[str, Any]) -> int | None:
     if before is None or before.status != "finished" or not (run_dir / LATEST).exists():
         return None
     step = int(last_metrics(run_dir).get(GLOBAL_STEP, 0))
-    return (
-        step
-        if (run_dir / LATEST).read_text(errors="replace").strip() == str(step) and step in checkpoint_steps(run_dir)
-        else None
-    )
+    latest = (run_dir / LATEST).read_text(errors="replace").strip()
+    return step if latest == str(step) and step in checkpoint_steps(run_dir) else None
 
 
 def read_outcome(run_dir: Path) -> Outcome | None:
