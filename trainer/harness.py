@@ -185,6 +185,8 @@ class Trainer:
         """
         self.step = step
         self.metrics |= self.health.skipped_updates.report(step) | self.saver.figures()
+        memory = {name: model.take_gpu_memory() for name, model in self.models.items()}
+        self.metrics |= {f"perf/gpu_memory_gb/{name}": used / 1e9 for name, used in memory.items() if used}
         if self.lifecycle.figures is not None:
             self.metrics |= self.lifecycle.figures(step, self.metrics)
         self.tracker.log(self.metrics, step)

@@ -93,7 +93,11 @@ def rows(gpus: Sequence[Gpu]) -> dict[str, Row]:
         "step, s": Figure(lambda report: report["seconds"]["step"], 9.5),
         "generation, s": Figure(lambda report: report["seconds"]["gen"]),
         "update, s": Figure(lambda report: report["seconds"]["update_actor"]),
+        "sync, sleep, wake and release, s": Figure(lambda report: report["engine_moves"], 0.15),
     }
+    alone = Figure(
+        lambda report: report["alone"]["best"] / report["seconds"]["gen"] if report["alone"] else math.nan, 0.97, "higher"
+    )
     partial = {
         "steps/s over synchronous": Figure(lambda report: report["ratio"]["measured"], better="higher"),
         "difference from the simulation": Figure(
@@ -119,7 +123,10 @@ def rows(gpus: Sequence[Gpu]) -> dict[str, Row]:
         ),
         "step": Row(
             about="GRPO step of 0.5B, 32 x 8 responses, 256 + 1,024 tokens, vLLM",
-            part=Part("step", (*step, "--steps", "3", "--warmup", "2"), TINY, 300, seconds),
+            part=Part(
+                "step", (*step, "--steps", "3", "--warmup", "2", "--alone"), TINY, 300,
+                seconds | {"generation, speed over vLLM's alone": alone},
+            ),
             rivals={"step, s": f"34.3 and 38.0 on the same host, 21.6 to 26.0 on a faster one ({VERL}, H200)"},
             shape="0.5b",
         ),

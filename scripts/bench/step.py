@@ -46,6 +46,8 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 """
 WORK = ("gen", "old_log_prob", "ref", "values", "update_critic", "update_actor")
 PARTS = ("step", *WITHIN)  # the whole, and parts of other phases
+ENGINE_MOVES = ("sync", "engine_sleep", "engine_wake", "release_memory")
+"""What colocation costs a step; Python's garbage collection is within."""
 DAEMONS = ("raylet", "gcs_server", "/ray/_private/", "/ray/dashboard/", "ray::IDLE")
 POLL_SECONDS = 0.001
 
@@ -93,13 +95,24 @@ QUICK: dict[str, Any] = {"prompts": 4, "n": 2, "response_length": 8, "hidden_siz
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_workload(parser)
+    parser.add_argument("--alone", action="store_true", help="then the same batches by vLLM without Tandem: alone.py")
     args, overrides = parser.parse_known_args(argv)
     work = workload(args)
     with tempfile.TemporaryDirectory() as folder:
         task = make_task(work, Path(folder), seed=0)
         report = run_tandem(work, task, Path(folder) / "run", overrides)
+        alone = engine_alone(Path(folder)) if args.alone else None
     print(table({"tandem": report}), file=sys.stderr)
-    print(json.dumps(summary(work, overrides, report), indent=1))
+    print(json.dumps(summary(work, overrides, report) | {"alone": alone}, indent=1))
+
+
+def engine_alone(folder: Path) -> dict[str, Any]:
+    """Report of alone.py on the task in ``folder``."""
+    output = folder / "alone.json"
+    command = [sys.executable, "-m", "scripts.bench.alone", str(folder / "task.json"), str(output)]
+    subprocess.run(command, cwd=ROOT, stdout=2, check=True)
+    found: dict[str, Any] = json.loads(output.read_text())
+    return found
 
 
 def add_workload(parser: argparse.ArgumentParser) -> None:
@@ -270,6 +283,7 @@ def measured(line: dict[str, float], rows: int, updates: int, wall: float, cpu: 
         "response_tokens": responses,
         "updates": updates - round(line["actor/skipped_updates"]),
         "phases": {name: value for name, value in phases.items() if name not in PARTS},
+        "engine_moves": sum(phases.get(name, 0.0) for name in ENGINE_MOVES),
     }
 
 
@@ -282,6 +296,7 @@ def summary(work: Workload, overrides: list[str], report: dict[str, Any]) -> dic
         "tokens_per_step": tokens,
         "tokens_per_s": tokens / middle["wall_s"],
         "seconds": phases | {"step": middle["wall_s"], "cpu": middle["cpu_s"]},
+        "engine_moves": statistics.median(step["engine_moves"] for step in steps),
         "share_outside_generate_log_prob_update": 1 - sum(phases.get(name, 0.0) for name in WORK) / middle["wall_s"],
         "mfu": statistics.median(report["mfu"]) if report["mfu"] else None,
         "startup_s": report["startup_s"],

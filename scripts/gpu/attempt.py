@@ -33,6 +33,7 @@ LEFT_SECONDS = 60.0
 """Limit for a run's processes to end, after it or after its driver was killed."""
 POLL_SECONDS = 0.1
 MODEL_SECONDS = 300
+LEARN = (ACTOR, "critic")
 GB = 1e9
 
 
@@ -270,8 +271,10 @@ class Attempt:
             what = f"{fullest['phase']} takes {fullest['bytes'] / GB:.0f} GB by the forecast"
             raise Skipped(f"{what}, a GPU here has {gpu / GB:.0f}")
         if self.stage.kind == "run" and self.row.saves and "actor_rollout_ref.model.lora_rank" not in self.record["command"]:
-            learn = [size for key, size in forecast["parameters"].items() if key in (ACTOR, "critic")]
-            need, free = 12 * sum(learn), shutil.disk_usage(self.machine.runs).free
+            # Parameters and two moments.
+            sizes = {key: 6 if f"{key}.fsdp_config.model_dtype=bfloat16" in self.record["command"] else 12 for key in LEARN}
+            learn = [sizes[key] * size for key, size in forecast["parameters"].items() if key in LEARN]
+            need, free = sum(learn), shutil.disk_usage(self.machine.runs).free
             if need > free and "lora" not in self.row.name:
                 raise Skipped(f"a checkpoint takes {need / GB:.0f} GB, {self.machine.runs} has {free / GB:.0f}: --runs")
 

@@ -209,6 +209,17 @@ FULL = (
         stages=(RUN, RESUME),
     ),
     Row(
+        name="grpo-7b-bf16",
+        about="GRPO at 7B on one GPU, parameters, gradients and moments in bfloat16; kill -9 of the worker, of the driver",
+        script=GRPO_7B,
+        shape="7b",
+        gpus=1,
+        most=1,
+        sizes=Sizes(n=4, response=512),
+        overrides=(*kept_in("bfloat16", ACTOR), tp(1), share(0.35)),
+        stages=(RUN, Stage(name="kill-worker", kind="kill_worker"), Stage(name="kill-driver", kind="kill_driver")),
+    ),
+    Row(
         name="grpo-7b-tp2",
         about="GRPO, an engine over two GPUs, all offloaded",
         script=GRPO_7B,

@@ -55,7 +55,7 @@ class RemoteModel:
         self.budget = budget
         self.attention_cost = attention_cost
         self._shares_prefixes = spec.shares_prefixes
-        self._flops = 0.0
+        self._flops = self._gpu_memory = 0.0
         from workers.roles.worker import Worker  # imported late, here and below: it loads transformers
 
         building = worker_call(Worker.build_model, role, spec, loss)
@@ -121,16 +121,22 @@ class RemoteModel:
                 repeats += 1
         if repeats:
             metrics["out_of_memory"] = Metric.sum(repeats)
-        # Not a metric of the step: performance_metrics makes the MFU of it.
-        flops = metrics.pop("flops")
-        assert isinstance(flops, Metric), "a number"
+        # Not metrics of the update: performance_metrics makes the MFU of the FLOPs.
+        flops, memory = metrics.pop("flops"), metrics.pop("gpu_memory", Metric.max(0.0))
+        assert isinstance(flops, Metric) and isinstance(memory, Metric), "numbers"
         self._flops += float(flops.value)
+        self._gpu_memory = max(self._gpu_memory, float(memory.value))
         return metrics
 
     def take_flops(self) -> float:
         """Model FLOPs of the train steps since the last call, summed over all ranks."""
         flops, self._flops = self._flops, 0.0
         return flops
+
+    def take_gpu_memory(self) -> float:
+        """Bytes in use on the fullest GPU during the train steps since the last call; 0 without GPUs or steps."""
+        memory, self._gpu_memory = self._gpu_memory, 0.0
+        return memory
 
     def take_snapshot(self) -> None:
         """Copy the trained weights to the host, for ``forward``; the copy replaces an earlier one."""

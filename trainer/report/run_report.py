@@ -125,6 +125,11 @@ CURVES = (
     CurveSpec("Idle pools", "share of the step", (("perf/rollout_idle", "engines"), ("perf/trainer_idle", "trainer"))),
     CurveSpec("Learning rate", "", (("actor/lr", "actor"), ("critic/lr", "critic"), ("train/lr", "model")), exact=True),
     CurveSpec("Throughput", "tokens a second and GPU", (("perf/throughput", "tokens/s"),)),
+    CurveSpec(
+        "GPU memory",
+        "GB, by the driver, in updates",
+        (("perf/gpu_memory_gb/actor", "actor"), ("perf/gpu_memory_gb/critic", "critic"), ("perf/gpu_memory_gb/model", "model")),
+    ),
 )
 
 

@@ -6,6 +6,8 @@ from collections.abc import Collection
 from concurrent.futures import Future, wait
 from contextlib import nullcontext
 
+import torch
+
 from workers.batch import Batch
 from workers.engine.base import LossSpec, Saved, TrainEngine
 from workers.engine.offload import WeightSnapshot
@@ -43,14 +45,21 @@ class ModelRole:
             self.snapshot.take()
 
     def train_step(self, batch: Batch, plan: MicroBatches) -> Metrics:
-        """One optimizer step on this rank's rows of a mini-batch; see TrainEngine.train_step. Adds the metric flops."""
+        """One optimizer step on this rank's rows of a mini-batch; see TrainEngine.train_step. Adds the metrics flops and,
+        on GPUs, gpu_memory: bytes in use on this rank's GPU, by the driver's count.
+        """
         assert self.loss is not None, f"role {self.name} has no loss: it is not trained"
         self.memory_scheduler.enter("train", self.name)
-        metrics, chains = self.engine.train_step(batch, plan, self.loss), self.engine.chains(batch)
+        metrics, chains = dict(self.engine.train_step(batch, plan, self.loss)), self.engine.chains(batch)
         # Rows that share a prefix compute it once: subtract its repetitions.
         spared = [] if chains is None else [length for rows in plan for length in repeated(rows, chains)]
         flops = (self.engine.flops(lengths, backward=True) for lengths in (batch.lengths.tolist(), spared))
-        return metrics | {"flops": Metric.sum(next(flops) - next(flops))}
+        metrics["flops"] = Metric.sum(next(flops) - next(flops))
+        if self.memory_scheduler.device == "cuda":
+            # The peak of the update: torch's cache keeps what it has freed.
+            free, total = torch.cuda.mem_get_info()
+            metrics["gpu_memory"] = Metric.max(total - free)
+        return metrics
 
     def send_weights(self, replicas: Collection[int] | None = None) -> None:
         """Send the weights to rollout engines in other processes, which run sync_weights meanwhile. Collective.
