@@ -7,13 +7,15 @@ runs it after the run, on the same task: same prompts, n, lengths, sampling, and
 
 import argparse
 import json
+import os
 import time
 from pathlib import Path
 
 import pyarrow.parquet as pq
 from transformers import AutoTokenizer
-from vllm import LLM, SamplingParams
 
+ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_USE_V2_MODEL_RUNNER": "0"}
+"""In one process and with the model runner that a worker of ours uses (workers/rollout/vllm/vllm_engine.py)."""
 REPEATS = 3
 SHARE = 0.5
 """Of the memory: the default of actor_rollout_ref.rollout.gpu_memory_utilization."""
@@ -32,6 +34,9 @@ def main() -> None:
     ]
     longest = max(len(prompt["prompt_token_ids"]) for prompt in prompts) + task["response_length"]
     cuda = task["device"] == "cuda"
+    os.environ |= ENVIRONMENT
+    from vllm import LLM, SamplingParams  # it reads its environment variables when it is imported
+
     options = {"dtype": "bfloat16"} if cuda else {"dtype": "float32", "enforce_eager": True}
     engine = LLM(task["model"], max_model_len=longest, gpu_memory_utilization=SHARE if cuda else 0.05, **options)
     sampling = SamplingParams(
