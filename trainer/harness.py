@@ -144,12 +144,13 @@ class Trainer:
         if self.resume is not None:
             self.load(self.resume)
 
-    def steps(self, prepare_stop: Callable[[int], bool] = lambda step: True, between_stops: int = 1) -> Iterator[int]:
+    def steps(self, prepare_stop: Callable[[int, bool], bool] = lambda step, last: True, between_stops: int = 1) -> Iterator[int]:
         """The numbers of the steps that remain; they count from 1. A step that was not completed is not counted, and after a
         rollback steps repeat. Ends early, with a checkpoint, if the run has to stop.
 
-        prepare_stop: called before that checkpoint of a step; False: it cannot be written, and the run continues to a step after
-        which it can. between_stops: steps between those after which it can, at most.
+        prepare_stop: called before that checkpoint with the step, and whether the next step was abandoned; False: it cannot be
+        written, and the run continues to a step after which it can. between_stops: steps between those after which it can, at
+        most.
         """
         abandoned = False
         while self.step < self.total_steps:
@@ -158,12 +159,9 @@ class Trainer:
                 # Before the first step there is nothing to save, and a checkpoint that exists is not written again.
                 if not self.step or self.saver.has(self.step):
                     return
-                if prepare_stop(self.step):
+                # A step that was abandoned would be abandoned again.
+                if prepare_stop(self.step, abandoned):
                     self.save()
-                    return
-                # The step would be abandoned again.
-                if abandoned:
-                    self.events.add(self.step, "left", "no checkpoint: weights are synced later (trigger_parameter_sync_step)")
                     return
             self.phases.clear()
             self.watchdog.step = step = self.step + 1

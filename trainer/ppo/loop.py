@@ -143,6 +143,11 @@ class Loop:
         parts = {name: part for name, part in trainer.stateful.items() if name in ("data", "reward_models", "filter_groups")}
         before = {name: part.state() for name, part in parts.items()}
         arrays = {name: has_arrays.arrays() for name, has_arrays in trainer.arrays.items()}
+        if keeps_requests := self.ahead is not None and self.ahead.keeps_requests:
+            # The arrays lack what the engines have sampled. Groups leave the buffer when they are scored, so that it is complete
+            # with this, and belongs to the position in the data.
+            arrays.clear()
+            before.pop("data")
         overlap, version = self.score_overlapped if self.scoring_overlaps else None, self.rollout.version
         try:
             batch = self.sampler.next_batch(step, self.prompts, trainer.phases, overlap)
@@ -150,7 +155,7 @@ class Loop:
                 self.take_snapshot()
         except LeftUndone:
             # Before the groups are restored, which know only the requests of earlier steps.
-            if self.ahead is not None:
+            if self.ahead is not None and not keeps_requests:
                 self.ahead.release()
             for name, state in before.items():
                 parts[name].load(state)
@@ -189,15 +194,17 @@ class Loop:
     def steps_between_stops(self) -> int:
         return 1 if self.ahead is None else self.ahead.schedule.every
 
-    def prepare_stop(self, step: int) -> bool:
-        """Prepare for a checkpoint of ``step``. Returns False without a sync after ``step``: the engines' weights are not the
-        checkpoint's, so a resumed run would generate with others than the uninterrupted one.
+    def prepare_stop(self, step: int, last: bool) -> bool:
+        """Prepare for a checkpoint of ``step``. Returns False without a sync after ``step``, unless it is the last chance: the
+        engines' weights are not the checkpoint's, so a resumed run would generate with others than the uninterrupted one.
         """
-        if not self.syncs(step):
+        syncs = self.syncs(step)
+        if not syncs and not last:
             return False
-        if self.ahead is not None and self.ahead.keeps_requests:
-            note = "requests were taken from the engines; a run that does not stop here has other numbers in the last bits"
-            self.trainer.events.add(step, "left", note)
+        if self.ahead is not None and (self.ahead.keeps_requests or not syncs):
+            what = "requests were taken from the engines" if syncs else "the resumed run syncs weights here"
+            bits = " in the last bits" if syncs and self.config.async_training.kv_cache == "recompute" else ""
+            self.trainer.events.add(step, "left", f"{what}; a run that does not stop here has other numbers{bits}")
             self.ahead.release()
         return True
 

@@ -134,8 +134,9 @@ class PartialRollouts:
         overlap: Overlap | None,
     ) -> Batch:
         """The step's batch of groups that were ``submitted`` for scoring, see Sampler.next_batch; they leave the buffer."""
-        self.buffer.remove([group.ordinal for group in taken])
         batch = self._scored(sampler, submitted, taken, step, phases, overlap)
+        # Not before: a step that is abandoned because the scores do not come leaves them to the next one.
+        self.buffer.remove([group.ordinal for group in taken])
         return sampler.scored_only(batch.with_meta({"metrics": self._metrics(step, taken, batch, sampler.rollout.version)}))
 
     def _further(self, taken: Sequence[PendingGroup], step: int) -> list[PendingGroup]:

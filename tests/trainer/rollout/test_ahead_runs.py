@@ -13,11 +13,13 @@ import pytest
 from safetensors.torch import load_file
 
 import trainer.rollout.remote_rollout as remote_rollout
-from tests.runs import make_task, repeatable, run_ppo
+from tests.faults import reward_that
+from tests.runs import make_task, metrics_of, ppo_arguments, repeatable, run_ppo
 from tests.threads import use_threads
 from tests.trainer.ppo.test_loop_stops import events_of
 from tests.trainer.ppo.test_replay import again
 from tests.trainer.rollout.test_remote_rollout_runs import Killer
+from trainer import main_ppo
 from trainer.ppo.loop import Loop
 from trainer.rollout.ahead import RolloutsAhead
 from trainer.rollout.partial import TokenCounts
@@ -162,7 +164,7 @@ def short_updates(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def start_at_most_three(flow: RolloutFlow) -> bool:
         ticks[id(flow)] += 1
-        if not flow._replaces and ticks[id(flow)] > 3:
+        if threading.current_thread().name == "generation ahead" and ticks[id(flow)] > 3:
             assert ended.wait(120.0)
         return start(flow)
 
@@ -319,3 +321,58 @@ def test_weights_that_are_synced_every_second_step_while_requests_run(
     for step in (*whole, *resumed):
         step.pop("rollout/verified_bytes", None)
     assert repeatable(resumed) == repeatable(whole[3:])
+
+
+@pytest.mark.parametrize(("pause", "every"), [("keep", 2), ("abort", 3)], ids=["at a sync", "between two"])
+def test_stop_whose_step_is_abandoned_keeps_what_the_engines_sampled(
+    pause: str, every: int, task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rewards of step 3 hang when the signal comes. A checkpoint of step 2 is written, also without a sync after step 2."""
+    use_threads(monkeypatch)
+    monkeypatch.setattr("trainer.cluster.watchdog.HURRIED", 0.2)
+    settings = ("mode=async", "max_staleness=4", f"trigger_parameter_sync_step={every}", "oversubmit=3", f"pause={pause}")
+    flight = (
+        *AHEAD,
+        *(f"async_training.{setting}" for setting in settings),
+        "trainer.total_training_steps=4",
+        "trainer.save_freq=-1",
+    )
+    flight = (*flight, "reward.num_workers=0")
+    whole = run_ppo(task, tmp_path / "whole", *flight, reward_that(tmp_path / "plain", "pass"))
+    hangs = reward_that(tmp_path, "n == 19 and (os.kill(os.getpid(), signal.SIGTERM), time.sleep(100))")
+    assert main_ppo.PROGRAM(ppo_arguments(task, tmp_path / "run", *flight, hangs)) == 143
+    assert len(metrics_of(tmp_path / "run")) == 2 and (tmp_path / "run" / "global_step_2").is_dir()
+    what = {2: "requests were taken from the engines", 3: "the resumed run syncs weights here"}[every]
+    texts = [text for _, kind, text in events_of(tmp_path / "run") if kind == "left"]
+    assert texts[0] == "step 3: a signal to stop, and the rewards did not come" and texts[1].startswith(f"{what}; a run that")
+    resumed = run_ppo(task, tmp_path / "run", *flight, hangs)
+    same = ("rollout/staleness/mean", "rollout/age/mean", "response_length/mean", "critic/score/mean")
+    for a, b in zip(whole, resumed, strict=True):
+        # Step 3 was complete at the signal; without the sync, step 4 has tokens of newer weights.
+        if every == 2 or a["training/global_step"] < 4:
+            assert [a[name] for name in same] == [b[name] for name in same]
+
+
+@pytest.mark.usefixtures("short_updates")
+def test_stop_in_wall_clock_time_keeps_the_groups_of_the_step_that_is_abandoned(
+    task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engines have requests of step 2 when the batch of step 3 is completed."""
+    use_threads(monkeypatch)
+    monkeypatch.setattr("trainer.cluster.watchdog.HURRIED", 0.2)
+    settings = ("mode=async", "clock=wall", "max_staleness=4", "trigger_parameter_sync_step=2", "oversubmit=1.5", "pause=keep")
+    flight = (
+        *AHEAD,
+        *(f"async_training.{setting}" for setting in settings),
+        "trainer.total_training_steps=4",
+        "trainer.save_freq=-1",
+    )
+    flight = (*flight, "reward.num_workers=0", f"trainer.rollout_data_dir={tmp_path / 'run' / 'rollouts'}")
+    hangs = reward_that(tmp_path, "n == 19 and (os.kill(os.getpid(), signal.SIGTERM), time.sleep(100))")
+    assert main_ppo.PROGRAM(ppo_arguments(task, tmp_path / "run", *flight, hangs)) == 143
+    assert len(metrics_of(tmp_path / "run")) == 2 and (tmp_path / "run" / "global_step_2").is_dir()
+    flow = load_file(tmp_path / "run" / "global_step_2" / "flow" / "groups.safetensors")
+    assert int((flow["tick"] >= 0).sum()) >= 4, "the batch of step 3 was complete"
+    assert len(run_ppo(task, tmp_path / "run", *flight, hangs)) == 4
+    trained = groups_of(tmp_path / "run", 4)
+    assert len(trained) == len({*trained}) == 16
