@@ -23,8 +23,8 @@ from transformers import PreTrainedTokenizerBase
 from configs.base.locks import locked
 from configs.schema.ppo import PPOConfig
 from configs.schema.supervised import SupervisedConfig
-from trainer.checkpoint.manifest import MANIFEST, arrays_file, check_weights
-from trainer.checkpoint.resume import Checkpoint, Stateful, check_config
+from trainer.checkpoint.manifest import MANIFEST, check_weights
+from trainer.checkpoint.resume import Checkpoint, Stateful, check_config, check_in_flight
 from trainer.checkpoint.saver import Saver
 from trainer.cluster.determinism import KernelWatch
 from trainer.cluster.remote import RemoteModel
@@ -63,10 +63,14 @@ def run(
                 finish(run_dir)
 
 
-def resume_from(config: Config, lifecycle: RunLifecycle) -> Checkpoint | None:
-    """The checkpoint that this attempt resumes from; prints a note for each setting that differs from the checkpoint's."""
+def resume_from(config: Config, lifecycle: RunLifecycle, *, in_flight: bool = False) -> Checkpoint | None:
+    """The checkpoint that this attempt resumes from; prints a note for each setting that differs from the checkpoint's.
+
+    in_flight: whether the run continues responses that are in flight. Raises ValueError if it cannot resume.
+    """
     resume = lifecycle.resume()
     if resume is not None:
+        check_in_flight(resume, continued=in_flight)
         announce(f"resumed with another {change}" for change in check_config(resume.manifest.config, asdict(config)))
     return resume
 
@@ -204,15 +208,7 @@ class Trainer:
             self.saver.save(self.step, self.models, state, self.metrics, arrays=arrays, extra_files=self.extra_files(self.step))
 
     def load(self, checkpoint: Checkpoint) -> None:
-        """Restore models and state from ``checkpoint``, which becomes the last complete step.
-
-        Raises ValueError if it has arrays of a component that this run does not have: they would be lost.
-        """
-        if lost := sorted(checkpoint.with_arrays() - self.arrays.keys()):
-            raise ValueError(
-                f"{checkpoint.path} has responses in flight ({', '.join(map(arrays_file, lost))}), which this run would lose: "
-                "resume it with the rollout settings that it was saved with, or start anew with trainer.resume_mode=disable"
-            )
+        """Restore models and state from ``checkpoint``, which becomes the last complete step."""
         for name, model in self.models.items():
             model.load(str(checkpoint.role(name)))
         for name, part in self._all_stateful().items():

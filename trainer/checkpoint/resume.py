@@ -176,6 +176,19 @@ def resolve_resume(
     return _from_path(resume_from_path, run_dir, weights=weights)
 
 
+def check_in_flight(checkpoint: Checkpoint, *, continued: bool) -> None:
+    """Check that nothing that is in flight in ``checkpoint`` is lost. continued: the run continues it. Raises ValueError."""
+    groups = sum(len(checkpoint.arrays(name).get("ordinal", ())) for name in checkpoint.with_arrays())
+    taken = checkpoint.manifest.state.get("data", {}).get("taken", 0)
+    if continued or not (groups or taken):
+        return
+    what = f"{groups} groups of responses in flight" if groups else f"{taken} prompts taken from a round of the data"
+    raise ValueError(
+        f"{checkpoint.path} has {what}, which this run would lose: resume it with the async_training settings that it was saved "
+        "with, or start anew with trainer.resume_mode=disable"
+    )
+
+
 def complete_checkpoint(resume_mode: str, resume_from_path: str | None, run_dir: Path) -> Checkpoint | None:
     """What resolve_resume would find locally, without removing, fetching or writing anything; None for a remote address.
 

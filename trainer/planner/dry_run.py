@@ -20,12 +20,12 @@ from configs.validation.batches import cuts, name_of, roles_of
 from configs.validation.parallel import data_parallel_size
 from configs.validation.placement import placement_of
 from configs.validation.rollout import engine_ranks, world_size
-from trainer.checkpoint.resume import Checkpoint, check_config, complete_checkpoint
+from trainer.checkpoint.resume import Checkpoint, check_config, check_in_flight, complete_checkpoint
 from trainer.cluster.launch import RunWorkers
 from trainer.planner.memory_estimate import Use, estimate, memory_roles, shape_of
 from trainer.planner.memory_model import Shape
 from trainer.planner.trial import trial
-from trainer.ppo.ppo_builder import Assembly, check_engines, reader, wants_critic
+from trainer.ppo.ppo_builder import Assembly, check_engines, continues_groups, reader, wants_critic
 from trainer.resilience.alarms import NO_END_TOKEN
 from trainer.resilience.restart import RunLifecycle
 from trainer.rewards.models.reward_builder import engine_model, head_of, own_conversations
@@ -78,6 +78,7 @@ def would_resume(config: PPOConfig, run_dir: Path) -> Checkpoint | None:
     trainer = config.trainer
     found = complete_checkpoint(trainer.resume_mode, trainer.resume_from_path, run_dir)
     if found is not None:
+        check_in_flight(found, continued=continues_groups(config))
         announce(f"would be resumed with another {change}" for change in check_config(found.manifest.config, asdict(config)))
     return found
 

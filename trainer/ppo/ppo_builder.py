@@ -90,7 +90,7 @@ def run(config: PPOConfig, notices: Sequence[str], loggers: Sequence[Logger] = (
 
 def attempt(config: PPOConfig, lifecycle: RunLifecycle) -> None:
     """Run once, from the last checkpoint if there is one, in new worker processes; all of them have ended on return."""
-    resume = harness.resume_from(config, lifecycle)
+    resume = harness.resume_from(config, lifecycle, in_flight=continues_groups(config))
     # The saver is left first: it completes a pending checkpoint while the workers that write it still exist.
     with opened(Assembly, config, lifecycle, resume) as loop, lifecycle.stopping, loop.trainer.saver:
         loop.fit()
@@ -146,6 +146,13 @@ def opened(assembly: type[Assembly], config: PPOConfig, lifecycle: RunLifecycle,
         # Only now does the run directory belong to this run: an earlier failure leaves no status and no report in it.
         lifecycle.started = True
         yield loop
+
+
+def continues_groups(config: PPOConfig) -> bool:
+    """Whether responses that are in flight in a checkpoint are continued, or not needed because nothing is trained."""
+    flight = config.async_training
+    ahead = flight.mode in ("partial", "one_step_off") or (flight.mode == "async" and flight.max_staleness > 0)
+    return ahead or config.trainer.val_only
 
 
 def check_records(config: PPOConfig, run_dir: Path, resume: Checkpoint | None) -> None:

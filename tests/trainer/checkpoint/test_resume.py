@@ -1,12 +1,14 @@
 import json
 import re
 import shutil
+from contextlib import nullcontext
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 
 from configs.compose import compose
@@ -21,6 +23,7 @@ from trainer.checkpoint.resume import (
     _is_safe,
     _remove_leftovers,
     check_config,
+    check_in_flight,
     complete_checkpoint,
     find_latest,
     find_up_to,
@@ -48,6 +51,23 @@ def test_search_up_to_a_step_returns_the_newest_valid_checkpoint(tmp_path: Path,
     assert (
         found is not None and found.step == 5 and "global_step_10: of actor, critic it has lost critic" in capsys.readouterr().err
     )
+
+
+@pytest.mark.parametrize(
+    ("groups", "taken", "what"),
+    [(3, 0, "3 groups of responses in flight"), (0, 2, "2 prompts taken from a round of the data"), (0, 0, None)],
+)
+def test_what_is_in_flight_in_a_checkpoint_is_not_lost(groups: int, taken: int, what: str | None, tmp_path: Path) -> None:
+    save(tmp_path, 2, arrays={"groups": {"now": torch.tensor([5]), "ordinal": torch.arange(groups)}})
+    found = read_checkpoint(tmp_path / "global_step_2")
+    found.manifest.state["data"] = {"drawn": 1} | ({"taken": taken} if taken else {})
+    check_in_flight(found, continued=True)
+    with (
+        nullcontext()
+        if what is None
+        else pytest.raises(ValueError, match=f"global_step_2 has {what}, which this run would lose: ")
+    ):
+        check_in_flight(found, continued=False)
 
 
 def test_rollback_skips_a_checkpoint_with_damaged_weights(tmp_path: Path) -> None:

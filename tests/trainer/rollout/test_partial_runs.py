@@ -10,8 +10,9 @@ from torch import Tensor
 
 import trainer.rollout.remote_rollout as remote_rollout
 from data_preprocess import tiny_model
-from tests.runs import make_task, repeatable, run_ppo
+from tests.runs import make_task, ppo_arguments, repeatable, run_ppo
 from tests.workers.rollout.vllm_workers import CPU_BUILD
+from trainer import main_ppo
 
 PARTIAL = (
     "algorithm=grpo", "async_training.mode=partial", "algorithm.rollout_correction.rollout_is=token", "data.train_batch_size=4",
@@ -66,6 +67,22 @@ def test_run_with_responses_in_flight_resumes_bitwise(engine: str, task: Path, t
     assert len(sampled_by) > len(dump["lengths"]), "a response has tokens of several versions"
     run_ppo(task, tmp_path / "broken", *dumps("broken"), "trainer.total_training_steps=2")
     assert repeatable(run_ppo(task, tmp_path / "broken", *dumps("broken"))) == repeatable(whole)
+
+
+def test_resume_that_would_lose_responses_is_refused_before_any_record_is_cut(
+    task: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The run was interrupted after a step without a checkpoint, whose metrics a resumed run replaces."""
+    run_ppo(task, tmp_path, *PARTIAL, "trainer.total_training_steps=3")
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("2")
+    before = (tmp_path / "metrics.jsonl").read_text()
+    capsys.readouterr()
+    for words in (("trainer.dry_run=full",), ()):
+        arguments = ppo_arguments(task, tmp_path, *PARTIAL, "async_training.mode=null", *words)
+        assert main_ppo.PROGRAM(arguments) == 2
+        assert "groups of responses in flight, which this run would lose: resume it" in capsys.readouterr().err
+        assert (tmp_path / "metrics.jsonl").read_text() == before
+    assert main_ppo.PROGRAM(ppo_arguments(task, tmp_path, *PARTIAL, "trainer.total_training_steps=4")) == 0
 
 
 @pytest.mark.soak
