@@ -142,6 +142,8 @@ class Loop:
         # restores all of them, so that the checkpoint written on exit belongs to the last complete step.
         parts = {name: part for name, part in trainer.stateful.items() if name in ("data", "reward_models", "filter_groups")}
         before = {name: part.state() for name, part in parts.items()}
+        # After a rollback these are not the checkpoint's.
+        began = {name: part.state() for name, part in trainer.stateful.items() if name in ("data", "ptx", "rollbacks")}
         arrays = {name: has_arrays.arrays() for name, has_arrays in trainer.arrays.items()}
         if keeps_requests := self.ahead is not None and self.ahead.keeps_requests:
             # The arrays lack what the engines have sampled. Groups leave the buffer when they are scored, so that it is complete
@@ -167,7 +169,7 @@ class Loop:
         # Dumped when it arrives: a step that fails in its update can be replayed. Conversations that are in flight over steps are
         # not those of this step, and only its update is replayed.
         record = None if self.config.async_training.mode else record_of(self.sampler.sessions)
-        trainer.tracker.log_rollouts(sampled_columns(batch), step, started_from, self.sampler.left_out, record)
+        trainer.tracker.log_rollouts(sampled_columns(batch), step, started_from, began, self.sampler.left_out, record)
         return batch
 
     def generating_next(self, step: int) -> AbstractContextManager[None]:

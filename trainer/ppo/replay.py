@@ -69,6 +69,8 @@ def repeat(config: PPOConfig, batch: Batch, facts: Mapping[str, Any], directory:
     """Run the step in ``directory`` and report the differences. batch, facts: contents of the dump. Raises like ``replay``."""
     asked, step = config.trainer.replay, int(facts["step"])
     weights = weights_before(step, facts, config, directory)
+    if weights is not None:
+        weights.manifest.state.update(facts.get("state", {}))  # dumps of earlier versions have none
     one_step = of_one_step(config, directory)
     lifecycle = RunLifecycle(one_step.trainer, directory)
     if asked.mode == "rollout":

@@ -140,16 +140,24 @@ class Tracker:
                 logger.log_samples(shown, step)
 
     def log_rollouts(
-        self, batch: Batch, step: int, begun_with: str, left_out: Sequence[Batch] = (), sessions: Batch | None = None
+        self,
+        batch: Batch,
+        step: int,
+        begun_with: str,
+        state: Mapping[str, Any],
+        left_out: Sequence[Batch] = (),
+        sessions: Batch | None = None,
     ) -> None:
         """Dump the step to ``rollout_dir``, if set: as parquet for people, and the batch bitwise identical for a replay.
 
-        begun_with: model or checkpoint from which this process started. left_out: responses that did not enter the step; they are
-        in the parquet only (sample_dump.write_dump). sessions: record of the step's conversations, for a replay.
+        begun_with: model or checkpoint from which this process started. state: of the components, by name, with which the step
+        began, where it may differ from that in the checkpoint before it. left_out: responses that did not enter the step; they
+        are in the parquet only (sample_dump.write_dump). sessions: record of the step's conversations, for a replay.
         """
         if self.rollout_dir is not None:
             write_dump(self.rollout_dir, step, batch, left_out)
             facts = {"step": step, "weights_of_step": step - 1, "begun_with": begun_with, "config": self._config}
+            facts |= {"state": state}
             save_batch(batch_file(self.rollout_dir, step), batch, facts, sessions)
 
     def close(self) -> None:

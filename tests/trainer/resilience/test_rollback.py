@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.runs import make_task, metrics_of, ppo_arguments, repeatable, run_ppo
+from tests.trainer.ppo.test_replay import again
 from trainer import main_ppo
 from trainer.checkpoint.resume import find_latest
 from trainer.data.dataset import Prompt, PromptStream
@@ -132,6 +133,13 @@ def test_data_continues_after_the_prompts_seen_before_the_rollback(whole: Path) 
     after = [uids(whole, step) for step in range(GOOD + 1, STEPS + 1)]
     assert not set().union(*seen) & set().union(*after), "no epoch has ended"
     assert uids(whole, GOOD + 1) == set(range(8 * FIRED, 8 * (FIRED + 1)))
+
+
+@pytest.mark.parametrize("mode", ["rollout", "train"])
+def test_first_step_after_the_rollback_is_replayed(mode: str, task: Path, whole: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Its checkpoint is older than the rollback."""
+    assert again(task, whole, ROLLS_BACK, mode, GOOD + 1) == 0
+    assert capfd.readouterr().out.strip().endswith("all equal")
 
 
 @pytest.mark.soak

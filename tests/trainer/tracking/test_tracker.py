@@ -34,7 +34,7 @@ def run_steps(tracker: Tracker, *steps: int) -> None:
     for step in steps:
         tracker.log({"critic/score/mean": step / 7, GLOBAL_STEP: step}, step)
         tracker.log_samples([sample(step)], step)
-        tracker.log_rollouts(ROW, step, "base")
+        tracker.log_rollouts(ROW, step, "base", {})
 
 
 def checkpoint(run_dir: Path, step: int) -> None:
