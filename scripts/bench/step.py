@@ -13,6 +13,7 @@ them. Further arguments are overrides.
 
 import argparse
 import json
+import math
 import os
 import statistics
 import string
@@ -107,11 +108,11 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def engine_alone(folder: Path) -> dict[str, Any]:
-    """Report of alone.py on the task in ``folder``."""
+    """Report of alone.py on the task in ``folder``; its error instead if it fails, so that the step's figures are kept."""
     output = folder / "alone.json"
     command = [sys.executable, "-m", "scripts.bench.alone", str(folder / "task.json"), str(output)]
-    subprocess.run(command, cwd=ROOT, stdout=2, check=True)
-    found: dict[str, Any] = json.loads(output.read_text())
+    code = subprocess.run(command, cwd=ROOT, stdout=2, check=False).returncode
+    found: dict[str, Any] = json.loads(output.read_text()) if code == 0 else {"error": f"exit code {code}", "best": math.nan}
     return found
 
 

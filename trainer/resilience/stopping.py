@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 
 import psutil
 
-from configs.schema.common import RunConfig, WatchConfig, seconds_of
+from configs.schema.common import RunConfig, WatchConfig, is_ever, seconds_of
 from trainer.run.errors import Stopped
 from trainer.run.events import Events
 from trainer.run.run_dir import checkpoint_dir, checkpoint_steps, resume_hint
@@ -52,7 +52,7 @@ class Stopping:
         self.furthest = -1  # the last complete step of any attempt
         # Called at the first signal, to cut short what the loop waits for; returns that and its time limit, for the user.
         self.hurry: Callable[[], str] = lambda: ""
-        self._watch = HostMonitor(trainer.watch, run_dir)
+        self._watch = HostMonitor(trainer.watch, run_dir, saves=is_ever(trainer.save_freq))
         # From the start of the process: imports and checks are part of a batch system's limit too.
         self._ends = inf if trainer.walltime is None else psutil.Process().create_time() + seconds_of(trainer.walltime)
         self._walltime = trainer.walltime
@@ -138,9 +138,11 @@ class Stopping:
 class HostMonitor:
     """Checked once per step, at the cost of a few reads of /proc and /sys. Monitors only the controller's machine."""
 
-    def __init__(self, config: WatchConfig, run_dir: Path) -> None:
+    def __init__(self, config: WatchConfig, run_dir: Path, *, saves: bool = True) -> None:
+        """saves: whether the run saves checkpoints, and needs room for them."""
         self.config = config
         self.run_dir = run_dir
+        self._saves = saves
         self._reported: set[str] = set()
         self._sizes: dict[int, int] = {}
 
@@ -176,10 +178,13 @@ class HostMonitor:
         return None
 
     def disk(self) -> tuple[float, int]:
-        """(free bytes, bytes of the newest checkpoint). Infinite if the run directory is gone: the next save reports that."""
+        """(free bytes, bytes that the next checkpoint needs: those of the newest one, 0 in a run that saves none).
+
+        Infinite if the run directory is gone: the next save reports that.
+        """
         if not self.run_dir.is_dir():
             return inf, 0
-        free, steps = shutil.disk_usage(self.run_dir).free, checkpoint_steps(self.run_dir)
+        free, steps = shutil.disk_usage(self.run_dir).free, checkpoint_steps(self.run_dir) if self._saves else []
         # Walk a checkpoint once, and not at each step.
         if steps and steps[-1] not in self._sizes:
             files = [path for path in checkpoint_dir(self.run_dir, steps[-1]).rglob("*") if path.is_file()]

@@ -183,6 +183,9 @@ def test_disk_must_have_space_for_two_checkpoints(tmp_path: Path) -> None:
     assert kind == "low disk" and watch(tmp_path, disk_stop_gb=free * 0.2).shortage() is None
     reason = watch(tmp_path, disk_stop_gb=free * 0.6).shortage()
     assert reason is not None and "GB less than trainer.watch.disk_stop_gb=" in reason
+    config = WatchConfig(**(NEVER | {"disk_warn_gb": 1e-6, "disk_stop_gb": free * 0.6}))
+    unsaved = HostMonitor(config, tmp_path, saves=False)
+    assert list(unsaved.warnings()) == [] and unsaved.shortage() is None, "such as a resumed run with trainer.save_freq=-1"
 
 
 def test_missing_run_directory_is_ignored(tmp_path: Path) -> None:
