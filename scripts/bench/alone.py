@@ -9,6 +9,7 @@ import argparse
 import json
 import os
 import time
+from importlib.util import find_spec
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -35,6 +36,8 @@ def main() -> None:
     longest = max(len(prompt["prompt_token_ids"]) for prompt in prompts) + task["response_length"]
     cuda = task["device"] == "cuda"
     os.environ |= ENVIRONMENT
+    if find_spec("flashinfer") is None:  # vLLM's sampler imports it where the GPU could use it
+        os.environ["VLLM_USE_FLASHINFER_SAMPLER"] = "0"
     from vllm import LLM, SamplingParams  # it reads its environment variables when it is imported
 
     options = {"dtype": "bfloat16"} if cuda else {"dtype": "float32", "enforce_eager": True}
