@@ -32,6 +32,7 @@ from trainer.cluster.watchdog import Watchdog
 from trainer.data.order import DataOrder
 from trainer.report.run_report import GrowingReport, finish
 from trainer.resilience.alarms import Alarm, Alarms, react
+from trainer.resilience.failed_tools import FailedTools
 from trainer.resilience.restart import Figures, RunLifecycle, run_with_restarts
 from trainer.resilience.skipped_updates import SkippedUpdates
 from trainer.run.events import Events
@@ -100,6 +101,7 @@ class Health:
     alarms: Alarms
     skipped_updates: SkippedUpdates
     kernels: KernelWatch | None
+    tools: FailedTools
     events: Events
 
     def check(self, step: int, metrics: Mapping[str, float]) -> Alarm | None:
@@ -110,6 +112,7 @@ class Health:
         # Before the alarms: the warnings of this step are reported even if an alarm ends the run.
         if self.kernels is not None:
             self.kernels.look(step)
+        self.tools.look(step, metrics)
         return react(self.alarms.evaluate(step, metrics), self.events, step)
 
 
@@ -306,7 +309,7 @@ def build_trainer(
             tokenizer=tokenizer,
         ),
         watchdog=watchdog,
-        health=Health(alarms, SkippedUpdates(run_dir, events, plain), kernels, events),
+        health=Health(alarms, SkippedUpdates(run_dir, events, plain), kernels, FailedTools(events), events),
         models=models,
         stateful=stateful or {},
         extra_files=extra_files,

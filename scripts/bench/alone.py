@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 from transformers import AutoTokenizer
 
 ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_USE_V2_MODEL_RUNNER": "0"}
-"""In one process and with the model runner that a worker of ours uses (workers/rollout/vllm/vllm_engine.py)."""
+"""In one process and with the model runner of Tandem's workers (workers/rollout/vllm/vllm_engine.py)."""
 REPEATS = 3
 SHARE = 0.5
 """Of the memory: the default of actor_rollout_ref.rollout.gpu_memory_utilization."""
