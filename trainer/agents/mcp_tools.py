@@ -28,6 +28,8 @@ _START = 60.0
 """Seconds in which a server must be ready."""
 _PING = 2.0
 """Seconds in which a server must reply, after one of its calls has exceeded its limit; otherwise it is started again."""
+_IDLE = 1.0
+"""Seconds without a reply after which a server that has no call is asked whether it still lives before it gets one."""
 _LEAVE = 10.0
 """Seconds in which a connection that was not opened is closed: only then its error is known."""
 _TIMEOUT = 30.0  # as verl's
@@ -78,6 +80,8 @@ class McpServer:
         self._seconds, self._rate = seconds, rate
         self._session: asyncio.Future[Any] | None = None
         self._lost = asyncio.Event()
+        self._calls, self._replied = 0, 0.0
+        """Number of calls that the server has, and time of the loop at its last reply."""
         self._free = 0.0
         """Time of the loop from which on the rate permits a call."""
         self._turn = asyncio.Lock()
@@ -113,14 +117,20 @@ class McpServer:
 
     async def run_tool(self, name: str, arguments: dict[str, Any]) -> ToolOutput:
         """Result of a call; an error is a result too."""
+        loop = asyncio.get_running_loop()
         try:
             session, lost = await self._connected()
+            if not self._calls and loop.time() - self._replied > _IDLE:
+                await _check(session, lost)
+                session, lost = await self._connected()
         except McpError as error:
             return ToolOutput(str(error), failed=True)
         await self._permitted()
+        self._calls += 1
         try:
             async with asyncio.timeout(self._seconds):
                 result = await session.call_tool(name, arguments)
+            self._replied = loop.time()
         except asyncio.CancelledError:  # by the limit of the session
             _start(_check(session, lost), lost)
             raise
@@ -129,6 +139,8 @@ class McpServer:
             why = f"no result within {self._seconds:g} s" if isinstance(error, TimeoutError) else _in_words(error)
             again = f"; the server {self.name} is started again for the next call" if lost.is_set() else ""
             return ToolOutput(why + again, failed=True)
+        finally:
+            self._calls -= 1
         return _output(_fields(result))
 
     async def _permitted(self) -> None:

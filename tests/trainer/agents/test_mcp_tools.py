@@ -156,6 +156,16 @@ def test_a_server_that_exits_is_an_error_of_the_call_and_started_again(found: di
 
 
 @needs_mcp
+def test_a_server_that_has_ended_without_a_call_is_started_again_before_the_next(
+    found: dict[str, AnyTool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = pid(found)
+    os.kill(before, signal.SIGKILL)
+    monkeypatch.setattr(mcp_tools, "_IDLE", 0.0)
+    assert pid(found) != before, "the first call succeeds"
+
+
+@needs_mcp
 def test_a_server_that_is_blocked_is_replaced(found: dict[str, AnyTool], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mcp_tools, "_PING", 0.3)
     before = pid(found)
