@@ -26,6 +26,7 @@ from configs.schema.supervised import SupervisedConfig
 from trainer.checkpoint.manifest import MANIFEST, check_weights
 from trainer.checkpoint.resume import Checkpoint, Stateful, check_config, check_in_flight
 from trainer.checkpoint.saver import Saver
+from trainer.checkpoint.training_data import TrainingData
 from trainer.cluster.determinism import KernelWatch
 from trainer.cluster.remote import RemoteModel
 from trainer.cluster.watchdog import Watchdog
@@ -311,7 +312,7 @@ def build_trainer(
         watchdog=watchdog,
         health=Health(alarms, SkippedUpdates(run_dir, events, plain), kernels, FailedTools(events), events),
         models=models,
-        stateful=stateful or {},
+        stateful={"training_data": TrainingData(config.data.train_files), **(stateful or {})},
         extra_files=extra_files,
         arrays=arrays or {},
     )

@@ -64,7 +64,7 @@ class Manifest:
     files: dict[str, FileEntry]
 
 
-ADDED_STATE = frozenset({"filter_groups"})
+ADDED_STATE = frozenset({"filter_groups", "training_data"})
 """Components that checkpoints of earlier versions lack. An empty state restores their defaults."""
 
 

@@ -26,6 +26,7 @@ from configs.reward_models import reward_models
 from configs.schema.generation import GenerationConfig
 from configs.schema.ppo import ModelScoringConfig, wants_truth
 from configs.validation.rollout import engine_ranks
+from trainer.checkpoint.training_data import content_of
 from trainer.cluster.launch import opened_workers
 from trainer.cluster.watchdog import Watchdog
 from trainer.data.chat import load_tokenizer
@@ -227,29 +228,16 @@ def manifest(config: GenerationConfig, prompts: PromptDataset, *, scored: bool) 
     decided = {key: value for key, value in leaves(parts).items() if key not in MAY_CHANGE}
     # A model may be replaced by another one at the same path.
     paths = {key: value for key, value in decided.items() if key.endswith("path") and isinstance(value, str)}
-    decided |= {f"{key}{CONTENT}": content_of(Path(value)) for key, value in paths.items() if Path(value).is_dir()}
+    decided |= {f"{key}{CONTENT}": content_of_model(Path(value)) for key, value in paths.items() if Path(value).is_dir()}
     return decided | {"trainer.seed": config.trainer.seed, "scored": scored, "prompts": digest.hexdigest()}
 
 
-BLOCK, STRIDE, WHOLE = 2**14, 2**20, 2**24
 CONTENTS = (".safetensors", ".bin", ".json", ".jinja", ".model", ".txt")
 
 
-def content_of(directory: Path) -> str:
-    """Hash of a model's files: names, sizes, and content; of a file beyond WHOLE bytes a block of every STRIDE. Equal for a copy.
-
-    Weights that were trained differ in nearly all blocks.
-    """
-    digest = hashlib.blake2b(digest_size=16)
-    for path in sorted(path for path in directory.iterdir() if path.is_file() and path.suffix in CONTENTS):
-        size = path.stat().st_size
-        block, stride = (BLOCK, STRIDE) if size > WHOLE else (STRIDE, STRIDE)
-        digest.update(f"{path.name} {size} ".encode())
-        with path.open("rb") as file:
-            for start in range(0, size, stride):
-                file.seek(start)
-                digest.update(file.read(block))
-    return digest.hexdigest()
+def content_of_model(directory: Path) -> str:
+    """Hash of a model's files. Weights that were trained differ in nearly all blocks that it reads."""
+    return content_of(sorted(path for path in directory.iterdir() if path.is_file() and path.suffix in CONTENTS))
 
 
 LISTS = ("responses", "log_probs", "lengths", "finish_reasons", "scores", "reward_errors", "score_parts")

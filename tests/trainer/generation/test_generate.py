@@ -3,7 +3,7 @@ from typing import Any
 
 import pytest
 
-from trainer.generation.generate import accepted, best_of_n, check_scores, content_of, generate, pairs, shard_line
+from trainer.generation.generate import accepted, best_of_n, check_scores, content_of_model, generate, pairs, shard_line
 from trainer.generation.shards import Shards, write_rows
 
 
@@ -118,7 +118,7 @@ def test_content_of_a_model_changes_with_its_weights_and_not_with_a_copy(tmp_pat
         if at is not None:
             changed[at] ^= 1
         (tmp_path / name / "model.safetensors").write_bytes(changed)
-        contents.append(content_of(tmp_path / name))
+        contents.append(content_of_model(tmp_path / name))
     assert contents[0] == contents[1] and len({*contents}) == 4
     (tmp_path / "a" / "README.md").write_text("notes")
-    assert content_of(tmp_path / "a") == contents[0]
+    assert content_of_model(tmp_path / "a") == contents[0]
