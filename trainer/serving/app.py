@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -12,10 +12,10 @@ from configs.base.secrets import hidden
 from trainer.protocols.common import check_levels, decode_body
 from trainer.rewards.remote import openrlhf_protocol
 from trainer.rewards.scoring import Response, Score
-from trainer.serving.request_checks import RequestError, body_of, check_sender
+from trainer.serving.request_checks import RequestError, body_of, check_sender, unless_disconnected
 from trainer.serving.request_queue import ServerStopping
 
-Scores = Callable[[Sequence[Response]], Awaitable[list[Score]]]
+Scores = Callable[[Sequence[Response]], Coroutine[Any, Any, list[Score]]]
 """Of the responses of a request, in order. Raises ServerStopping."""
 
 
@@ -43,7 +43,7 @@ def reward_app(
             check_levels(body, "the body")
             answers = openrlhf_protocol.from_request(body)
             check(answers)
-            return JSONResponse(openrlhf_protocol.to_reply(await scores(answers)))
+            return JSONResponse(openrlhf_protocol.to_reply(await unless_disconnected(request, scores(answers))))
         except ValueError as error:  # no JSON, not this format, no such data source
             return refusal(422, str(error))
         except RequestError as error:

@@ -82,8 +82,12 @@ class EngineJudge:
         reply = asyncio.get_running_loop().create_future()
         # A function of the prompt alone: a reply does not depend on the requests that the engine has at the same time.
         seed = seed_of(self._seed, "judge", str(ids))
-        self.engine.submit([[Generation(ids, self.engine.sampling, seed, reply.set_result, reads_along=False)]])
-        update = await reply
+        generation = Generation(ids, self.engine.sampling, seed, reply.set_result, reads_along=False)
+        self.engine.submit([[generation]])
+        try:
+            update = await reply
+        finally:
+            self.engine.cancel([generation.id])  # if the client has gone; a reply that has ended is ignored
         if update is None:
             raise ServerStopping
         end = len(update.token_ids) - (update.finish_reason == "stop")

@@ -25,7 +25,7 @@ from trainer.data.seam import Seams
 from trainer.protocols import anthropic_messages, openai_chat, openai_completions, openai_responses
 from trainer.protocols.common import BadRequest, Body, ChatCompletion, ChatRequest, Delta, Events, Head, decode_body
 from trainer.serving.model_engine import Generation, ModelEngine, TooManyRequests, Update
-from trainer.serving.request_checks import RequestError, body_of, check_sender, check_token
+from trainer.serving.request_checks import RequestError, body_of, check_sender, check_token, unless_disconnected
 from trainer.serving.request_queue import ServerStopping
 from trainer.serving.response_reader import ResponseReader
 from trainer.serving.turn_splitter import TurnSplitter
@@ -281,16 +281,3 @@ async def sent_events(encoder: Events, running: RunningRequest) -> AsyncIterator
         yield encoder.end()
     except ServerStopping:
         yield encoder.fail(503, _STOPPING)
-
-
-async def unless_disconnected(request: Request, work: Any) -> Any:
-    """Result of ``work``, which is cancelled if the client goes."""
-    doing, going = asyncio.ensure_future(work), asyncio.ensure_future(request.receive())
-    try:
-        await asyncio.wait((doing, going), return_when=asyncio.FIRST_COMPLETED)
-        if not doing.done():
-            raise RequestError(400, "the client has gone")
-        return await doing
-    finally:
-        doing.cancel()
-        going.cancel()

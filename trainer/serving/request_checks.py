@@ -1,12 +1,15 @@
-"""Checks of a request before it is parsed: token, content type, size."""
+"""Checks of a request: token, content type and size before it is parsed, and whether its client still waits."""
 
 from __future__ import annotations
 
 import asyncio
 import hmac
+from collections.abc import Coroutine
+from typing import Any, TypeVar
 
 from fastapi import Request
 
+T = TypeVar("T")
 _SLOWEST_REQUEST = 60.0  # seconds in which a request body must arrive
 
 
@@ -61,3 +64,16 @@ async def body_of(request: Request, most_bytes: int) -> bytes:
     except TimeoutError as error:
         raise RequestError(408, f"the request was not whole after {_SLOWEST_REQUEST:g} s") from error
     return b"".join(parts)
+
+
+async def unless_disconnected(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """Result of ``work``, which is cancelled if the client goes. Raises RequestError then."""
+    doing, going = asyncio.ensure_future(work), asyncio.ensure_future(request.receive())
+    try:
+        await asyncio.wait((doing, going), return_when=asyncio.FIRST_COMPLETED)
+        if not doing.done():
+            raise RequestError(400, "the client has gone")
+        return await doing
+    finally:
+        doing.cancel()
+        going.cancel()

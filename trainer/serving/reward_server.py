@@ -88,7 +88,8 @@ def score_queued(queue: RequestQueue, score: ScoreAll, is_running: Callable[[], 
     taken = []
     try:
         while is_running():
-            taken = queue.take(_POLL_SECONDS)
+            # Without those whose client has gone; from here on a request is not cancelled any more.
+            taken = [waiting for waiting in queue.take(_POLL_SECONDS) if waiting.scores.set_running_or_notify_cancel()]
             scores = score([answer for waiting in taken for answer in waiting.answers]) if taken else []
             for waiting in taken:
                 # Scores are flat, in the order of the requests: each request takes its share from the front.

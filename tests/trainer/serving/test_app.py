@@ -108,6 +108,37 @@ def test_client_that_disconnects_causes_no_output(capfd: pytest.CaptureFixture[s
     assert capfd.readouterr().err == ""
 
 
+def test_requests_whose_client_has_gone_are_not_scored() -> None:
+    """They wait while a batch is scored: a client that times out asks again, and the server would do the work of both."""
+    scored: list[int] = []
+    begun, go = threading.Event(), threading.Event()
+
+    def score(answers: Sequence[Response]) -> list[Score]:
+        begun.set()
+        go.wait(10.0)
+        scored.append(len(answers))
+        return [Score(1.0, {}, None)] * len(answers)
+
+    body = json.dumps(ONE).encode()
+    head = (
+        f"POST /get_reward HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+    )
+    with serving("reward.scorer=gsm8k", score=score) as url:
+        place = ("127.0.0.1", urlsplit(url).port)
+        first = socket.create_connection(place)
+        first.sendall(head + body)
+        begun.wait(5.0)
+        for _ in range(3):
+            with socket.create_connection(place) as connection:
+                connection.sendall(head + body)
+                time.sleep(0.2)
+        time.sleep(0.2)
+        go.set()
+        assert request(url, ONE)[0] == 200
+        first.close()
+    assert scored == [1, 1]
+
+
 def test_request_without_the_token_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("REWARD_SERVER_TOKEN", "correct-horse")
     with serving("reward.scorer=gsm8k") as url:
