@@ -69,7 +69,8 @@ class Mirror:
 
     def train_step(self, batch: Batch, plan: MicroBatches) -> dict[str, Metric]:
         assert batch.tokens.keys() == {"input_ids", "response_mask", "loss_weight", "advantages"} and not batch.objects
-        return {"flops": Metric.sum(10.0), "rows": Metric.sum(len(batch)), "rank": Metric.max(self.rank)}
+        metrics = {"flops": Metric.sum(10.0), "gpu_memory": Metric.max(self.rank * 1e9)}
+        return metrics | {"rows": Metric.sum(len(batch)), "rank": Metric.max(self.rank)}
 
     def save(self, path: str, background: bool) -> None:
         self.path = path
@@ -142,13 +143,14 @@ def test_save_ends_after_all_ranks_and_fails_if_one_rank_failed(model: Any) -> N
         actor.saved()
 
 
-def test_train_step_joins_metrics_of_ranks_and_returns_flops_separately(model: Any) -> None:
+def test_train_step_joins_metrics_of_ranks_and_returns_flops_and_memory_separately(model: Any) -> None:
     actor = start(model)
     ones = torch.ones(sum(SIZES))
     batch = numbered(SIZES).with_tokens(response_mask=ones, loss_weight=ones, advantages=ones, returns=ones)
     metrics = actor.train_step(batch, ("advantages",))
-    assert metrics["rows"].value == len(SIZES) and metrics["rank"].value == 2.0 and "flops" not in metrics
+    assert metrics["rows"].value == len(SIZES) and metrics["rank"].value == 2.0 and not {"flops", "gpu_memory"} & metrics.keys()
     assert actor.take_flops() == 30.0 and actor.take_flops() == 0.0
+    assert actor.take_gpu_memory() == 2e9 and actor.take_gpu_memory() == 0.0, "of the fullest GPU"
 
 
 class Paired(Mirror):

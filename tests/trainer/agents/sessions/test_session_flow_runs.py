@@ -16,6 +16,7 @@ from data_preprocess import calculator, tiny_model
 from tests.reward_models import make_reward_model, plain_scores
 from tests.runs import repeatable, run_ppo
 from tests.threads import use_threads
+from tests.trainer.ppo.test_loop_stops import events_of
 from tests.workers.rollout.vllm_workers import CPU_BUILD
 
 PARSER = '''
@@ -160,6 +161,17 @@ def dump(folder: Path, step: int) -> dict[str, Tensor]:
 def turns(mask: Tensor) -> int:
     """Number of stretches of trained tokens."""
     return int((mask.diff(prepend=torch.zeros(1)) == 1).sum())
+
+
+def test_tool_whose_server_has_ended_is_an_event(task: Path, tmp_path: Path) -> None:
+    (tmp_path / "tools.py").write_text(
+        "from trainer.agents.tools import tool\n\n\n@tool\ndef calculator(expression: str) -> str:\n"
+        '    """Result of an expression."""\n    raise ConnectionError("connection refused")\n'
+    )
+    steps = run(task, tmp_path, f"{MULTI_TURN}.function_tool_path={tmp_path / 'tools.py'}")
+    assert all(step["agents/tool/calculator/errors"] == step["agents/tool/calculator/calls"] > 0 for step in steps)
+    text = "every call of calculator has failed for 2 steps: see the replies in the conversations of report.html"
+    assert (2, "tool", text) in events_of(tmp_path / "run")
 
 
 def test_turns_are_trained_as_they_were_sampled(task: Path, tmp_path: Path) -> None:
