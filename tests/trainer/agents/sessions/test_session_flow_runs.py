@@ -26,6 +26,19 @@ def parse(text, tools):
         return text, []
     return "", [{"name": "calculator", "arguments": {"expression": "1" + "".join(filter(str.isdigit, text))}}]
 '''
+FAILING = '''
+from trainer.agents.tools import tool
+
+
+@tool
+def calculator(expression: str) -> str:
+    """Result of an expression.
+
+    Args:
+        expression: what is calculated
+    """
+    raise ConnectionError("connection refused")
+'''
 REWARD = """
 def compute_score(data_source, solution_str, ground_truth, extra_info):
     return len(solution_str) % 5 + extra_info["num_turns"]
@@ -164,10 +177,7 @@ def turns(mask: Tensor) -> int:
 
 
 def test_tool_whose_server_has_ended_is_an_event(task: Path, tmp_path: Path) -> None:
-    (tmp_path / "tools.py").write_text(
-        "from trainer.agents.tools import tool\n\n\n@tool\ndef calculator(expression: str) -> str:\n"
-        '    """Result of an expression."""\n    raise ConnectionError("connection refused")\n'
-    )
+    (tmp_path / "tools.py").write_text(FAILING)
     steps = run(task, tmp_path, f"{MULTI_TURN}.function_tool_path={tmp_path / 'tools.py'}")
     assert all(step["agents/tool/calculator/errors"] == step["agents/tool/calculator/calls"] > 0 for step in steps)
     text = "every call of calculator has failed for 2 steps: see the replies in the conversations of report.html"
