@@ -31,7 +31,7 @@ class SearchTool(BaseTool):
     """Returns passages for a list of queries; the name and the configuration are those of verl's tool.
 
     config: retrieval_service_url, or corpus (a JSONL file with ``contents``: a title, a line break, text); topk (3);
-    timeout (30 seconds), retries (3).
+    timeout (30 seconds), retries (3). verl's num_workers and rate_limit have no effect: a call has a thread of its own.
     """
 
     def __init__(self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None) -> None:
@@ -74,11 +74,14 @@ class SearchTool(BaseTool):
         retries = int(self.config.get("retries", 3))
         try:
             reply = with_retries(request, retries=retries, backoff=0.5)
-            return [[entry["document"]["contents"] for entry in result] for result in reply["result"]]
+            found = [[entry["document"]["contents"] for entry in result] for result in reply["result"]]
         except RequestRefused as error:
             raise ValueError(str(error)) from error
         except (KeyError, TypeError) as error:
             raise ValueError(f"{url}: the reply is not {{result: [[{{document: {{contents}}, score}}]]}}") from error
+        if len(found) != len(queries):
+            raise ValueError(f"{url}: the reply has {len(found)} results for {len(queries)} queries")
+        return found
 
 
 def _passages(documents: Sequence[str]) -> str:

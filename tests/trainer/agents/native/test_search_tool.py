@@ -55,6 +55,7 @@ def test_search_by_http_follows_the_protocol_of_search_r1() -> None:
         (503, {}),
         (200, {"result": [[{"document": {"contents": CORPUS[1]}, "score": 0.5}]]}),
         (200, {"results": []}),
+        (200, {"result": [[]]}),
     ]
 
     class Server(BaseHTTPRequestHandler):
@@ -72,8 +73,9 @@ def test_search_by_http_follows_the_protocol_of_search_r1() -> None:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         url = f"http://127.0.0.1:{server.server_port}/retrieve"
         tool = StatefulTool(SearchTool({"retrieval_service_url": url, "topk": 2}, None))
-        found, _ = use(tool, {"query_list": ["Paris"]}, {"query_list": ["Rome"]})
+        found, _ = use(tool, {"query_list": ["Paris"]}, {"query_list": ["Rome"]}, {"query_list": ["a", "b"]})
         server.shutdown()
     assert requests[0] == requests[1] == {"queries": ["Paris"], "topk": 2, "return_scores": True}
     assert json.loads(found[0].text) == {"result": RESULT}
     assert found[1].status == "error" and "the reply is not {result:" in found[1].text
+    assert found[2].status == "error" and "the reply has 1 results for 2 queries" in found[2].text
