@@ -158,7 +158,12 @@ class Compat:
     def is_translated(self, key: str, value: str | None, keys: Keys) -> bool:
         """Whether ``key`` is in the schema, as leaf or block, but ``value`` is one that only other systems accept."""
         rule = self.translated.get(key)
-        return rule is not None and (key not in keys.leaves or any(case.takes(parsed(key, value)) for case in rule.cases))
+        if rule is None or key not in keys.leaves:
+            return rule is not None
+        case = next((case for case in rule.cases if case.takes(parsed(key, value))), None)
+        # Where the program has none of the keys to set, leaving the value out would run something else: the schema refuses it.
+        names = () if case is None else (*case.sets, *case.forces)
+        return case is not None and (not names or any(keys.knows(name) for name in names))
 
     def takes_text(self, key: str, value: Any) -> bool:
         """Whether ``value``, of a tree, is a text that only other systems accept for a key of the schema."""

@@ -344,3 +344,13 @@ def test_random_sampler_of_verls_examples_shuffles_whatever_was_set() -> None:
     assert normalise(words, PPOConfig, "ppo_trainer").overrides == ("data.shuffle=true",)
     with pytest.raises(ConfigError, match=f"{name}=Mine: data.shuffle and data.seed define the order"):
         normalise([f"{name}=Mine"], PPOConfig, "ppo_trainer")
+
+
+@pytest.mark.parametrize(
+    ("root", "schema"), [("sft_trainer", SFTConfig), ("dpo_trainer", DPOConfig), ("reward_model_trainer", RewardModelConfig)]
+)
+def test_no_epochs_are_refused_by_programs_without_val_only(root: str, schema: type) -> None:
+    """They would train the default number of epochs if the value were left out."""
+    with pytest.raises(ConfigError, match=r"trainer\.total_epochs=0: must be greater than 0"):
+        compose(root, schema, ["trainer.total_epochs=0"])
+    assert compose("ppo_trainer", PPOConfig, ["trainer.total_epochs=0"]).trainer.val_only
