@@ -100,6 +100,14 @@ def test_responses_without_a_score_are_excluded_and_reported(tmp_path: Path, cap
     assert "note: 1 answers have no score, their rewards failed; they are left out" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("score", [float("nan"), float("inf"), -float("inf"), 10**400], ids=["nan", "inf", "-inf", "large"])
+def test_a_score_that_is_not_finite_is_a_failed_reward(score: float, tmp_path: Path) -> None:
+    write_rows(tmp_path / "a.jsonl", [ROWS[0] | {"scores": [1.0, 1.0, 0.0, score]}])
+    found = evaluate(tmp_path, f"data.path={tmp_path}/a.jsonl", "data.score_key=scores", "metrics.k=[3]")["sort_digits"]
+    assert (found["answers"], found["failed"]) == (3, 1)
+    assert found["mean@3"]["value"] == pytest.approx(2 / 3) and found["pass@3"]["value"] == 1.0
+
+
 def test_single_response_per_row_with_its_finish_reason(tmp_path: Path) -> None:
     rows = [{"data_source": "sort_digits", "answer": "12", "reward_model": {"ground_truth": "12"}}]
     write_rows(tmp_path / "a.jsonl", rows)

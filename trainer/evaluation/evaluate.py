@@ -19,7 +19,7 @@ from trainer.evaluation.votes import Vote, vote_function
 from trainer.generation.shards import shard_files
 from trainer.rewards.remote.remote_rewards import needs_data_sources, open_rewards
 from trainer.rewards.rules.reward_registry import check_data_sources
-from trainer.rewards.scoring import Response, Score, check_some_scored
+from trainer.rewards.scoring import Response, Score, check_some_scored, finite
 from trainer.run.run_dir import write_atomic
 from trainer.tracking.formatting import table_console
 from workers.seeding import seed_of
@@ -62,7 +62,9 @@ def read(config: EvaluationConfig, vote: Vote) -> list[Scored]:
     sources = [source or "" for source in rows.column(data.data_source_key)]
     if data.score_key is not None:
         given = rows.column(data.score_key)
-        scores = [as_list(value, (float, int, type(None)), data.score_key, rows.where(i)) for i, value in enumerate(given)]
+        numbers = (float, int, type(None))
+        # A score that the scorers would not return is a failed reward too: it would make the means NaN.
+        scores = [[*map(finite, as_list(value, numbers, data.score_key, rows.where(i)))] for i, value in enumerate(given)]
         for i, (own, of_row) in enumerate(zip(answers, scores, strict=True)):
             if len(own) != len(of_row):
                 raise ValueError(f"{rows.where(i)}: {len(own)} answers and {len(of_row)} scores")
@@ -73,7 +75,7 @@ def read(config: EvaluationConfig, vote: Vote) -> list[Scored]:
     return [
         Scored(
             data_source=source,
-            scores=[float(value) for value in of_row if value is not None],
+            scores=[value for value in of_row if value is not None],
             votes=[vote(text) for text, value in zip(own, of_row, strict=True) if value is not None],
             failed=of_row.count(None),
         )
