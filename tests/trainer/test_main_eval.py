@@ -123,6 +123,15 @@ def test_scores_must_be_as_many_as_responses(tmp_path: Path, capsys: pytest.Capt
     assert f"error: {tmp_path}/a.jsonl, row 0: 4 answers and 3 scores" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("reasons", [["stop", "stop"], [], "stop"])
+def test_finish_reasons_must_be_as_many_as_responses(reasons: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_rows(tmp_path / "a.jsonl", [ROWS[0], ROWS[1] | {"finish_reasons": reasons}])
+    words = [f"data.path={tmp_path}/a.jsonl", "reward.num_workers=0", f"trainer.default_local_dir={tmp_path}/out"]
+    assert main_eval.PROGRAM(words) == 2
+    line = f"error: {tmp_path}/a.jsonl, row 1: finish_reasons is {reasons!r}, not a list with one for each of 4 answers"
+    assert line in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("overrides", "line"),
     [

@@ -87,10 +87,13 @@ def score(config: EvaluationConfig, rows: Rows, answers: Sequence[list[str]], so
     """Scores of each row's responses by reward.*. Without a column finish_reasons, all responses count as terminated."""
     truths = rows.column(f"{config.data.reward_model_key}.ground_truth")
     extras, reasons = rows.column("extra_info"), rows.column("finish_reasons")
+    for i, (own, ends) in enumerate(zip(answers, reasons, strict=True)):
+        if ends is not None and (not isinstance(ends, list) or len(ends) != len(own)):
+            raise ValueError(f"{rows.where(i)}: finish_reasons is {ends!r:.60}, not a list with one for each of {len(own)} answers")
     asked = [
         Response(source, text, truth, extra or {}, finished=why == "stop")
         for own, source, truth, extra, ends in zip(answers, sources, truths, extras, reasons, strict=True)
-        for text, why in zip(own, ends or ["stop"] * len(own), strict=True)
+        for text, why in zip(own, ["stop"] * len(own) if ends is None else ends, strict=True)
     ]
     with open_rewards(config.reward) as rewards:
         rewards.wait_ready()
