@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from trainer import main_eval
-from trainer.evaluation.estimators import clopper_pearson
+from trainer.evaluation.estimators import MAX_VOTERS, clopper_pearson
 from trainer.generation.shards import write_rows
 
 # Four prompts of two sources; exact_match compares text exactly.
@@ -121,6 +121,19 @@ def test_scores_must_be_as_many_as_responses(tmp_path: Path, capsys: pytest.Capt
     write_rows(tmp_path / "a.jsonl", [ROWS[0] | {"scores": [1.0, 0.0, 1.0]}])
     assert main_eval.PROGRAM([f"data.path={tmp_path}/a.jsonl", "data.score_key=scores"]) == 2
     assert f"error: {tmp_path}/a.jsonl, row 0: 4 answers and 3 scores" in capsys.readouterr().err
+
+
+def test_majority_is_left_out_above_its_number_of_responses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    n = MAX_VOTERS + 1
+    many = {"data_source": "many", "responses": ["a"] * n, "scores": [1.0] + [0.0] * (n - 1)}
+    write_rows(tmp_path / "a.jsonl", [many, {"data_source": "few", "responses": ["a", "b"], "scores": [1.0, 0.0]}])
+    found = evaluate(tmp_path, f"data.path={tmp_path}/a.jsonl", "data.score_key=scores", "metrics.k=[1,2]")
+    for source, has_majority in {"many": False, "few": True, "all": False}.items():
+        assert ("maj@2" in found[source], "pass@2" in found[source]) == (has_majority, True), source
+    assert found["many"]["pass@2"]["value"] == pytest.approx(2 / n)
+    out, err = capsys.readouterr()
+    assert "note: maj@k is left out: a prompt has 1001 scored answers, and at most 1000 can be counted" in err
+    assert re.search(r"many\W+1\W+2 .*\W-\W*\n", out)
 
 
 @pytest.mark.parametrize("reasons", [["stop", "stop"], [], "stop"])

@@ -14,7 +14,7 @@ from rich.table import Table
 from configs.schema.evaluation import EvaluationConfig, MetricsConfig
 from trainer.cluster.watchdog import Watchdog
 from trainer.data.files import Rows
-from trainer.evaluation.estimators import Interval, maj_at_k, mean_with_interval, pass_at_k
+from trainer.evaluation.estimators import MAX_VOTERS, Interval, maj_at_k, mean_with_interval, pass_at_k
 from trainer.evaluation.votes import Vote, vote_function
 from trainer.generation.shards import shard_files
 from trainer.rewards.remote.remote_rewards import needs_data_sources, open_rewards
@@ -43,6 +43,9 @@ def run(config: EvaluationConfig, notices: Sequence[str]) -> None:
     failed = sum(prompt.failed for prompt in prompts)
     if failed:
         print(f"note: {failed} answers have no score, their rewards failed; they are left out", file=sys.stderr)
+    if (most := max(len(prompt.scores) for prompt in prompts)) > MAX_VOTERS:
+        why = f"a prompt has {most} scored answers, and at most {MAX_VOTERS} can be counted"
+        print(f"note: maj@k is left out: {why}", file=sys.stderr)
     found = evaluate(prompts, config.metrics, config.trainer.seed)
     path = Path(config.data.output_path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -147,7 +150,10 @@ def evaluate(prompts: Sequence[Scored], metrics: MetricsConfig, seed: int) -> di
 
 
 def of_group(group: Sequence[Scored], metrics: MetricsConfig, seed: int) -> dict[str, Any]:
-    """Metrics over the prompts of one data source. Raises ValueError if no prompt has k scored responses."""
+    """Metrics over the prompts of one data source, without maj@k if a prompt has more than MAX_VOTERS responses.
+
+    Raises ValueError if no prompt has k scored responses.
+    """
     most = max(len(prompt.scores) for prompt in group)
     found: dict[str, Any] = {
         "prompts": len(group),
@@ -162,8 +168,9 @@ def of_group(group: Sequence[Scored], metrics: MetricsConfig, seed: int) -> dict
         values = {
             "mean": [sum(prompt.scores) / len(prompt.scores) for prompt in having],
             "pass": [pass_at_k(len(prompt.scores), c, k) for prompt, c in zip(having, passed, strict=True)],
-            "maj": [maj_at_k(prompt.votes, prompt.scores, k) for prompt in having],
         }
+        if most <= MAX_VOTERS:
+            values["maj"] = [maj_at_k(prompt.votes, prompt.scores, k) for prompt in having]
         found[f"prompts@{k}"] = len(having)
         for name, of_prompts in values.items():
             # The same bootstrap samples for every metric and k, so that equal values have equal intervals.
@@ -186,7 +193,8 @@ def table(found: Mapping[str, Mapping[str, Any]]) -> Table:
         if not metrics["answers"]:
             drawn.add_row(source, f"{metrics['prompts']:,}", *["-"] * 4)
         for k in [int(name.partition("@")[2]) for name in metrics if name.startswith("prompts@")]:
-            cells = [cell(Interval(**metrics[f"{name}@{k}"])) for name in ("mean", "pass", "maj")]
+            keys = [f"{name}@{k}" for name in ("mean", "pass", "maj")]
+            cells = [cell(Interval(**metrics[key])) if key in metrics else "-" for key in keys]
             drawn.add_row(source, f"{metrics[f'prompts@{k}']:,}", str(k), *cells)
     return drawn
 
