@@ -136,6 +136,23 @@ def test_majority_is_left_out_above_its_number_of_responses(tmp_path: Path, caps
     assert re.search(r"many\W+1\W+2 .*\W-\W*\n", out)
 
 
+@pytest.mark.parametrize("source", [3, ["sort_digits"]])
+def test_a_data_source_that_is_no_text_is_named(source: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [row | {"scores": [0.0] * 4} for row in (ROWS[0], ROWS[1] | {"data_source": source})]
+    write_rows(tmp_path / "a.jsonl", rows)
+    words = [f"data.path={tmp_path}/a.jsonl", f"trainer.default_local_dir={tmp_path}/out"]
+    for scored in ("data.score_key=null", "data.score_key=scores"):
+        assert main_eval.PROGRAM([*words, scored]) == 2
+        line = f"error: {tmp_path}/a.jsonl, row 1: data_source is {source!r}, a {type(source).__name__}; it must be a text or null"
+        assert line in capsys.readouterr().err
+
+
+def test_columns_that_only_scoring_reads_are_not_checked_with_given_scores(tmp_path: Path) -> None:
+    write_rows(tmp_path / "a.parquet", [ROWS[0] | {"scores": [0.0] * 4, "extra_info": "text"}])
+    words = [f"data.path={tmp_path}/a.parquet", "data.score_key=scores"]
+    assert evaluate(tmp_path, *words)["sort_digits"]["mean@1"]["value"] == 0.0
+
+
 @pytest.mark.parametrize("reasons", [["stop", "stop"], [], "stop"])
 def test_finish_reasons_must_be_as_many_as_responses(reasons: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_rows(tmp_path / "a.jsonl", [ROWS[0], ROWS[1] | {"finish_reasons": reasons}])

@@ -27,7 +27,7 @@ from trainer.data.encoding import (
     sizes_of,
     truncate,
 )
-from trainer.data.files import Rows, value_of
+from trainer.data.files import Rows, texts, value_of
 from trainer.data.order import DataOrder, draw
 from trainer.data.processes import MANY
 from trainer.run.user_code import describe, load_class
@@ -89,7 +89,7 @@ class PromptDataset:
         else:
             self._rows = Rows(files, *columns)
         self.n_rows = len(self._rows)
-        sources = self._rows.column(config.reward_fn_key)
+        sources = texts(self._rows.column(config.reward_fn_key), config.reward_fn_key, self._rows.where)
         notices = []
         uids = draw(len(self._rows), max_samples, seed, config.shuffle)
         if not uids:
@@ -138,7 +138,7 @@ class PromptDataset:
                 side = config.truncation
                 notices.append(f"{count} and are truncated (data.truncation={side})")
         self._uids, self._encoded, self._largest_ids = uids, [*map(self._truncated, encoded)], sizes[:, 1]
-        self.data_sources = frozenset(sources[uid] or "" for uid in uids)
+        self.data_sources = frozenset(sources[uid] for uid in uids)
         if scored:
             truths = self._rows.column("reward_model.ground_truth")
             without = [uid for uid in uids if truths[uid] is None]

@@ -2,7 +2,7 @@
 
 import json
 from bisect import bisect_right
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,8 @@ _MAKERS = {
     "math": "python -m data_preprocess.math_dataset --local_save_dir {}",
 }
 """Command that creates the data directory of this name, for error messages; the examples use these names."""
+STRUCTS = ("reward_model", "extra_info")
+"""Columns of structs, whose fields are passed to scorers: text or a list in them would fail every reward."""
 
 
 class Rows:
@@ -28,7 +30,8 @@ class Rows:
     def __init__(self, files: Sequence[str], required: Sequence[str], optional: Sequence[str] = ()) -> None:
         """required, optional: names of columns, or ``column.field`` of a struct. Other columns of parquet files are not read.
 
-        Raises ValueError, one line, without files, for a missing or unreadable file, a missing column and an empty file.
+        Raises ValueError, one line, without files, for a missing or unreadable file, a missing column, one of STRUCTS that is no
+        struct, and an empty file.
         """
         if not files:
             raise ValueError("no data file is given")
@@ -109,7 +112,21 @@ def _fields_of(schema: pa.Schema | pa.StructType) -> Fields:
     return {field.name: _fields_of(field.type) if pa.types.is_struct(field.type) else str(field.type) for field in schema}
 
 
-def check_file(name: str, required: Sequence[str], set_by: str = "") -> int | None:
+def _check_structs(name: str, fields: Fields, optional: Collection[str]) -> None:
+    """Raise ValueError for one of STRUCTS, among the ``optional`` columns, that is neither a struct nor null in every row."""
+    for column in (column for column in STRUCTS if column in optional):
+        kind = fields.get(column, "null")
+        if not isinstance(kind, str) or kind == "null":
+            continue
+        if name.endswith(".parquet"):
+            # A writer may choose another type for a column of nulls, such as string.
+            values = pq.read_table(Path(name).expanduser(), columns=[column])[column]
+            if values.null_count == len(values):
+                continue
+        raise ValueError(f"{name}: column {column!r} is {kind}; it must be a struct (an object) or null")
+
+
+def check_file(name: str, required: Sequence[str], set_by: str = "", optional: Sequence[str] = ()) -> int | None:
     """Check that a file exists, is readable and has the columns, without reading its rows; return the number of rows.
 
     Reads the metadata of a parquet file, or the first line of a JSON-lines file, whose rows are not counted (None). set_by: the
@@ -133,6 +150,7 @@ def check_file(name: str, required: Sequence[str], set_by: str = "") -> int | No
     if empty:
         raise ValueError(f"{name}: has no rows; name another file")
     _check_columns(name, fields, required, set_by)
+    _check_structs(name, fields, optional)
     return n_rows
 
 
@@ -153,21 +171,33 @@ def value_of(row: Mapping[str, Any], column: str) -> Any:
     return value
 
 
-def values_of(name: str, column: str) -> list[Any]:
-    """Distinct values of a column of a parquet file."""
-    return pq.read_table(Path(name).expanduser(), columns=[column])[column].unique().to_pylist()
+def texts(values: Sequence[Any], name: str, where: Callable[[int], str]) -> list[str]:
+    """The values of the column ``name``, with "" for null. where: location of a row. Raises ValueError for one that is no text."""
+    for row, value in enumerate(values):
+        if not isinstance(value, str | None):
+            raise ValueError(f"{where(row)}: {name} is {value!r:.60}, a {type(value).__name__}; it must be a text or null")
+    return [value or "" for value in values]
+
+
+def distinct_texts(name: str, column: str) -> set[str]:
+    """Distinct values of a column of a parquet file; see texts."""
+    values = pq.read_table(Path(name).expanduser(), columns=[column])[column]
+    if pa.types.is_string(values.type) or pa.types.is_large_string(values.type):  # lists cannot be compared
+        values = values.unique()
+    return {*texts(values.to_pylist(), column, lambda row: f"{name}, row {row}")}
 
 
 def _read(name: str, required: Sequence[str], optional: Sequence[str]) -> pa.Table | _Lines:
     path = _existing(name)
     try:
         if path.suffix == ".parquet":
-            schema = pq.read_schema(path)
-            _check_columns(name, _fields_of(schema), required)
+            fields = _fields_of(pq.read_schema(path))
+            _check_columns(name, fields, required)
+            _check_structs(name, fields, optional)
             wanted = {column.partition(".")[0] for column in required} | set(optional)
-            table = pq.read_table(path, columns=[column for column in schema.names if column in wanted])
+            table = pq.read_table(path, columns=[column for column in fields if column in wanted])
         else:
-            structs = {column.partition(".")[0] for column in required if "." in column} | {"extra_info"}.intersection(optional)
+            structs = {column.partition(".")[0] for column in required if "." in column} | {*STRUCTS}.intersection(optional)
             table = _Lines(path, structs)
             if len(table):  # an empty file has no columns; its error below is the clearer one
                 _check_columns(name, table.fields, required)

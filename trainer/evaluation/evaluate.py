@@ -13,7 +13,7 @@ from rich.table import Table
 
 from configs.schema.evaluation import EvaluationConfig, MetricsConfig
 from trainer.cluster.watchdog import Watchdog
-from trainer.data.files import Rows
+from trainer.data.files import Rows, texts
 from trainer.evaluation.estimators import MAX_VOTERS, Interval, maj_at_k, mean_with_interval, pass_at_k
 from trainer.evaluation.votes import Vote, vote_function
 from trainer.generation.shards import shard_files
@@ -60,9 +60,11 @@ def read(config: EvaluationConfig, vote: Vote) -> list[Scored]:
     by_source = data.score_key is None and needs_data_sources(config.reward)
     needed = [f"{data.reward_model_key}.ground_truth"] if data.score_key is None else [data.score_key]
     needed += [data.data_source_key] if by_source else []
-    rows = Rows(files(data.path), [data.response_key, *needed], [data.data_source_key, "extra_info", "finish_reasons"])
+    # Columns that only scoring reads may be of any type where scores are given.
+    optional = [data.data_source_key, *(["extra_info", "finish_reasons"] if data.score_key is None else [])]
+    rows = Rows(files(data.path), [data.response_key, *needed], optional)
     answers = [as_list(value, str, data.response_key, rows.where(i)) for i, value in enumerate(rows.column(data.response_key))]
-    sources = [source or "" for source in rows.column(data.data_source_key)]
+    sources = texts(rows.column(data.data_source_key), data.data_source_key, rows.where)
     if data.score_key is not None:
         given = rows.column(data.score_key)
         numbers = (float, int, type(None))

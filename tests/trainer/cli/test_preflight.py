@@ -52,6 +52,15 @@ FILES = [
     ("data.train_files={task}/columns.jsonl", "data.train_files={task}/columns.jsonl: no column 'prompt'; it has question"),
     ("data.train_files={task}/no_prompt.parquet", "data.train_files={task}/no_prompt.parquet: no column 'prompt'"),
     ("data.train_files={task}/no_truth.parquet", "data.train_files={task}/no_truth.parquet: column 'reward_model' has no field"),
+    ("data.train_files={task}/text_info.parquet", "data.train_files={task}/text_info.parquet: column 'extra_info' is string; it"),
+    (
+        f"data.train_files={{task}}/list_source.parquet {KEY}.path=null",
+        "data.train_files: {task}/list_source.parquet, row 0: data_source is ['sort_digits'], a list; it must be a text or null",
+    ),
+    (
+        f"data.train_files=[{{task}}/train.parquet,{{task}}/number_source.parquet] {KEY}.path=null",
+        "data.train_files: {task}/number_source.parquet, row 0: data_source is 3, a int; it must be a text or null",
+    ),
     ("data.val_files={task}/no_struct.parquet", "data.val_files={task}/no_struct.parquet: column 'reward_model' has no field"),
     ("data.prompt_key=question", "data.train_files={task}/train.parquet: no column 'question'"),
     (
@@ -138,6 +147,10 @@ OTHERS = [
         "data.train_files={task}/preferences.parquet: no column 'gap'",
     ),
     ("reward_model trainer.test_freq=-1 data.val_files=gone.jsonl", "data.val_files=gone.jsonl: no such file"),
+    (
+        "generation data.path={task}/no_struct.parquet",
+        "data.path={task}/no_struct.parquet: column 'reward_model' is string; it must be a struct (an object) or null",
+    ),
     ("generation data.path=/gone.parquet", "data.path=/gone.parquet: no such file"),
     ("generation actor_rollout_ref.model.path=/gone", "actor_rollout_ref.model.path=/gone: no such directory"),
 ]

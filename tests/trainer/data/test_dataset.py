@@ -27,9 +27,11 @@ def rows(lengths: list[int], source: str = "sort_digits") -> list[dict[str, Any]
 
 @pytest.fixture
 def make(tmp_path: Path) -> Any:
-    def dataset(*files: list[dict[str, Any]], max_samples: int = -1, seed: int = 0, **changes: Any) -> PromptDataset:
+    def dataset(
+        *files: list[dict[str, Any]], max_samples: int = -1, seed: int = 0, scored: bool = True, **changes: Any
+    ) -> PromptDataset:
         paths = [str(write(file, str(tmp_path), f"part{i}")) for i, file in enumerate(files)]
-        return PromptDataset(paths, TOKENIZER, data_config(**changes), max_samples=max_samples, seed=seed)
+        return PromptDataset(paths, TOKENIZER, data_config(**changes), max_samples=max_samples, seed=seed, scored=scored)
 
     return dataset
 
@@ -55,6 +57,18 @@ def test_columns_of_other_names_and_no_extra_info(tmp_path: Path) -> None:
     file.write_text('{"q": "plain", "source": "s", "reward_model": {"ground_truth": ["a", "b"]}}\n')
     data = PromptDataset([str(file)], TOKENIZER, data_config(prompt_key="q", reward_fn_key="source"), max_samples=-1, seed=0)
     assert (data[0].text, data[0].data_source, data[0].ground_truth, data[0].extra_info) == ("plain", "s", ["a", "b"], {})
+
+
+def test_a_text_in_place_of_a_struct_is_refused_without_scores_too(make: Any) -> None:
+    with pytest.raises(ValueError, match=r"part0\.parquet: column 'reward_model' is string; it must be a struct"):
+        make([row | {"reward_model": "rule"} for row in rows([12])], scored=False)
+
+
+@pytest.mark.parametrize("source", [["sort_digits"], 3])
+def test_a_data_source_that_is_no_text_is_named(source: Any, make: Any) -> None:
+    other = [row | {"data_source": source} for row in rows([12])]
+    with pytest.raises(ValueError, match=r"part1\.parquet, row 0: data_source is .*, a (list|int); it must be a text or null"):
+        make(rows([12]), other)
 
 
 def test_the_prompt_may_be_a_field_of_a_struct(make: Any) -> None:
