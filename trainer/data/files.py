@@ -251,6 +251,8 @@ def _objects(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
                 row = json.loads(line)
             except json.JSONDecodeError as error:
                 raise ValueError(f"{path}, line {number}: not JSON ({error.msg}); expected one object per line") from error
+            except (ValueError, RecursionError) as error:  # a number of too many digits, too many levels
+                raise ValueError(f"{path}, line {number}: cannot be read: {error}; write the row in another form") from error
             if not isinstance(row, dict):
                 raise ValueError(f"{path}, line {number}: a {type(row).__name__}; expected one object per line")
             yield line, row

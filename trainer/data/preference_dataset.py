@@ -1,6 +1,5 @@
 """Preference dataset: a chosen and a rejected response to each prompt."""
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,6 +14,8 @@ from trainer.data.files import Rows
 from trainer.data.turns import TurnEncoder, Turns
 from workers.batch import Batch
 from workers.prefixes import common_length
+
+LARGEST = torch.finfo(torch.float32).max
 
 
 class PreferenceDataset:
@@ -55,8 +56,9 @@ class PreferenceDataset:
                 self._starts[side] = [max(1, min(n, len(ids) - 1)) for n, ids in zip(same, column, strict=True)]
         margins = rows.column(margin_key) if margin_key is not None else [0.0] * len(rows)
         for row, margin in enumerate(margins):
-            if not isinstance(margin, int | float) or not math.isfinite(margin):
-                raise ValueError(f"{rows.where(row)}: {margin_key} is {margin!r}; must be a finite number")
+            # Not of NaN either. An integer of more digits than a float is compared without a conversion.
+            if not isinstance(margin, int | float) or not -LARGEST <= margin <= LARGEST:
+                raise ValueError(f"{rows.where(row)}: {margin_key} is {margin!r:.60}; must be a finite number within float32")
         self.margins = torch.tensor(margins, dtype=torch.float32)
         # Counted before the truncation: two long responses that share a prefix are no duplicates in the data.
         equal = sum(np.array_equal(*pair) for pair in zip(*self._sides.values(), strict=True))

@@ -99,6 +99,12 @@ def test_errors_of_files_that_cannot_be_read(tmp_path: Path) -> None:
     assert "not a .parquet" in error_of([jsonl(tmp_path / "data.csv", "a\n1\n")], ["a"])
 
 
+@pytest.mark.parametrize("value", ["[" * 100_000 + "]" * 100_000, '{"a":' * 100_000 + "1" + "}" * 100_000, "1" * 5000], ids=["lists", "objects", "digits"])
+def test_json_that_python_cannot_hold_is_named(value: str, tmp_path: Path) -> None:
+    lines = jsonl(tmp_path / "a.jsonl", f'{{"a": 1}}\n{{"a": {value}}}\n')
+    assert error_of([lines], ["a"]).startswith(f"{lines}, line 2: cannot be read: ")
+
+
 def test_rows_of_a_json_file_are_as_they_are_written(tmp_path: Path) -> None:
     """In a table all rows of a column would have one type, and columns and fields those of the first row or of all."""
     written = [

@@ -1,6 +1,7 @@
 """Preference pairs as rows of tokens."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,11 @@ def test_margins_are_read(tmp_path: Path) -> None:
     assert dataset(tmp_path, *rows, margin_key="by").batch([1, 0]).rows["margin"].tolist() == [1.0, 1.0, 2.5, 2.5]
     with pytest.raises(ValueError, match=r"pairs\.parquet, row 1: by is None; must be a finite number"):
         dataset(tmp_path, rows[0], rows[1] | {"by": None}, margin_key="by")
+    for margin in (10**400, 1e39, math.nan):
+        file = tmp_path / "large.jsonl"
+        file.write_text(json.dumps(rows[0] | {"by": margin}))
+        with pytest.raises(ValueError, match=r"large\.jsonl, row 0: by is \S{3,60}; must be a finite number within float32"):
+            PreferenceDataset([str(file)], byte_tokenizer(), **(SETTINGS | {"margin_key": "by"}))
 
 
 def test_answers_that_are_conversations(tmp_path: Path) -> None:
