@@ -6,7 +6,7 @@ python -m data_preprocess.gsm8k --local_save_dir DIR
 from collections.abc import Sequence
 from typing import Any
 
-from data_preprocess.source import preprocess
+from data_preprocess.source import preprocess, text
 from data_preprocess.writer import rl_row
 from trainer.rewards.rules.gsm8k import extract
 
@@ -26,8 +26,8 @@ def final_number(answer: str) -> str:
 
 
 def make_row(example: dict[str, Any], split: str, index: int) -> dict[str, Any]:
-    """RL row of one example. Raises KeyError for a missing field, ValueError for an answer without a number."""
-    question, answer = example["question"], example["answer"]
+    """RL row of one example. Raises KeyError for a missing field, ValueError for no text and an answer without a number."""
+    question, answer = text(example, "question"), text(example, "answer")
     number = final_number(answer)
     return rl_row(
         data_source=DATA_SOURCE,

@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from data_preprocess.source import preprocess
+from data_preprocess.source import preprocess, text
 from data_preprocess.writer import rl_row
 
 DATA_SOURCE = "DigitalLearningGmbH/MATH-lighteval"
@@ -34,8 +34,8 @@ def last_boxed(solution: str) -> str:
 
 
 def make_row(example: dict[str, Any], split: str, index: int) -> dict[str, Any]:
-    """RL row of one example. Raises KeyError for a missing field, ValueError for a solution without a box."""
-    problem, solution = example["problem"], example["solution"]
+    """RL row of one example. Raises KeyError for a missing field, ValueError for no text and a solution without a box."""
+    problem, solution = text(example, "problem"), text(example, "solution")
     return rl_row(
         data_source=DATA_SOURCE,
         prompt=f"{problem} {INSTRUCTION}",

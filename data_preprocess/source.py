@@ -7,6 +7,7 @@ from itertools import count, repeat
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 
 from data_preprocess.writer import write
@@ -44,6 +45,14 @@ def preprocess(argv: Sequence[str] | None, make_row: MakeRow, *, hub: str, confi
         sys.exit(f"error: {error}")
     for split in rows:
         write(rows[split], args.local_save_dir, split)
+
+
+def text(example: Example, field: str) -> str:
+    """A field of an example. Raises KeyError if it is missing, ValueError if it is no text."""
+    # A null would become the word None in a prompt.
+    if not isinstance(value := example[field], str):
+        raise ValueError(f"{field} is {value!r:.60}; it must be a text")
+    return value
 
 
 def _row(make_row: MakeRow, example: Example, split: str, index: int) -> Example:
@@ -94,8 +103,9 @@ def _from_directory(path: Path, config: str | None, place: str) -> dict[str, lis
 
 
 def _read(file: Path) -> list[Example]:
-    if file.suffix == ".parquet":
-        return pq.read_table(file).to_pylist()
     if file.suffix not in _SUFFIXES:
         raise ValueError(f"{file}: not a {' or '.join(_SUFFIXES)} file")
-    return read_lines(file)
+    try:
+        return pq.read_table(file).to_pylist() if file.suffix == ".parquet" else read_lines(file)
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:  # these do not name the file
+        raise ValueError(f"{file}: cannot be read: {str(error).splitlines()[0]}; copy or create it again") from error

@@ -62,13 +62,18 @@ def test_sources_of_every_kind_give_the_same(tmp_path: Path) -> None:
     [
         ("train.jsonl", '{"question": "q", "answer": "no number"}\n', "train row 0: the answer has no number after ####"),
         ("train.jsonl", '{"problem": "q", "answer": "#### 1"}\n', "train row 0 has no field 'question'; it has problem, answer"),
+        ("train.jsonl", '{"question": null, "answer": "#### 1"}\n', "train row 0: question is None; it must be a text"),
+        ("train.jsonl", '{"question": "q", "answer": null}\n', "train row 0: answer is None; it must be a text"),
+        ("train.jsonl", '{"question": "q", "answer": 4}\n', "train row 0: answer is 4; it must be a text"),
         ("train.jsonl", '{"question": \n', "line 1: not JSON"),
+        ("train.jsonl", "\udce9", "train.jsonl: cannot be read: 'utf-8' codec can't decode byte 0xe9 in position 0"),
+        ("train.parquet", "PAR1", "train.parquet: cannot be read: "),
         ("data.jsonl", "{}\n", "found data.jsonl"),
         ("train.csv", "a\n", "found none"),
     ],
 )
 def test_bad_data_is_one_line_and_writes_nothing(tmp_path: Path, name: str, text: str, expected: str) -> None:
-    (tmp_path / name).write_text(text)
+    (tmp_path / name).write_text(text, errors="surrogateescape")
     with pytest.raises(SystemExit) as error:
         gsm8k.main(["--local_dataset_path", str(tmp_path), "--local_save_dir", str(tmp_path / "out")])
     message = str(error.value)

@@ -1,5 +1,6 @@
 import json
 from pathlib import Path
+from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
@@ -39,6 +40,13 @@ def test_last_boxed_returns_any_boxed_content(before: str, answer: str, after: s
 def test_no_answer_is_an_error(solution: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         last_boxed(solution)
+
+
+@pytest.mark.parametrize(("field", "value"), [("problem", None), ("solution", None), ("solution", ["a"])])
+def test_a_field_that_is_no_text_is_named(field: str, value: Any) -> None:
+    example = {"problem": "p", "level": "Level 1", "type": "Algebra", "solution": r"$\boxed{2}$", field: value}
+    with pytest.raises(ValueError, match=rf"{field} is .*; it must be a text"):
+        math_dataset.make_row(example, "train", 0)
 
 
 def test_rows(tmp_path: Path) -> None:
