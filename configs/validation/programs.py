@@ -273,10 +273,8 @@ def check_sft(config: SFTConfig, typed: Collection[str]) -> list[str]:
 def check_pairs(config: RewardModelConfig | DPOConfig, typed: Collection[str]) -> list[str]:
     """Validate the configuration of a program that trains on preference pairs; see check_ppo."""
     # Both responses of a pair must be in the same micro-batch, because the loss compares them.
-    data, trainer, longest = config.data, config.trainer, 2 * config.data.max_length
+    longest = 2 * config.data.max_length
     problems = list(_supervised_problems(config, "pairs", longest, f"a pair, 2 * data.max_length = {longest}"))
-    if is_ever(trainer.test_freq) and not data.val_files:
-        problems.append(f"trainer.test_freq={trainer.test_freq}: no validation data; set data.val_files")
     return _supervised_notes(config, typed, problems)
 
 
@@ -294,6 +292,8 @@ def _supervised_problems(config: SupervisedConfig, units: str, longest: int, in_
     if data.train_batch_size < shares:
         yield f"data.train_batch_size={data.train_batch_size}: fewer {units} than {shares_in_words(shares, trainer)}"
     yield from supervised_cut(config).problems(longest, in_words)
+    if is_ever(trainer.test_freq) and not data.val_files:
+        yield f"trainer.test_freq={trainer.test_freq}: no validation data; set data.val_files"
 
 
 def _supervised_notes(config: SupervisedConfig, typed: Collection[str], problems: list[str]) -> list[str]:

@@ -131,7 +131,8 @@ def generation_inputs(config: GenerationConfig) -> Iterator[str]:
 def _supervised(config: SupervisedConfig, columns: Sequence[str], set_by: str) -> Iterator[str]:
     yield from _model("model", config.model)
     yield from _files("data.train_files", config.data.train_files, columns, set_by)
-    if is_ever(config.trainer.test_freq) or isinstance(config, RewardModelConfig):
+    # A reward model reads its validation data without validation too, for the score statistics.
+    if config.data.val_files and (is_ever(config.trainer.test_freq) or isinstance(config, RewardModelConfig)):
         yield from _files("data.val_files", config.data.val_files, columns, set_by)
     yield from _resume(config.trainer)
 
@@ -199,8 +200,6 @@ def _prompts(
     from trainer.data.files import STRUCTS, distinct_texts
 
     truth = [data.reward_fn_key, "reward_model.ground_truth"] if wants_truth(reward) else []
-    if not files:
-        yield f"{key}=[]: no data file is given; name one, or a list"
     rows = yield from _files(key, files, [data.prompt_key, *truth], "data.prompt_key, data.reward_fn_key", STRUCTS)
     # Only rows that are certain to be scored need a rule: not those of a subset or behind a filter.
     if rows is not None and truth and whole and not data.filter_overlong_prompts and scores_by_source(reward):
@@ -215,12 +214,15 @@ def _prompts(
 def _files(
     key: str, files: Sequence[str], columns: Sequence[str], set_by: str, optional: Sequence[str] = ()
 ) -> Generator[str, None, int | None]:
-    """Check data files. Returns their number of rows, None if a file is invalid or does not record it.
+    """Check data files. Returns their number of rows, None if there is none, or one is invalid or does not record it.
 
     set_by: keys that name the columns. optional: further columns that are read.
     """
     from trainer.data.files import check_file  # imported late: pyarrow is slow to import
 
+    if not files:
+        yield f"{key}=[]: no data file is given; name one, or a list"
+        return None
     total: int | None = 0
     for file in files:
         try:

@@ -128,6 +128,11 @@ OTHERS = [
         "sft model.path={task}/base data.train_files={task}/train.parquet",
         "data.train_files={task}/train.parquet: no column 'response'",
     ),
+    ("sft model.path={task}/base data.train_files=[]", "data.train_files=[]: no data file is given; name one, or a list"),
+    ("dpo model.path={task}/base data.train_files=[]", "data.train_files=[]: no data file is given"),
+    ("reward_model model.path={task}/base data.train_files=[]", "data.train_files=[]: no data file is given"),
+    ("sft trainer.dry_run=config trainer.test_freq=1 data.val_files=[]", "trainer.test_freq=1: no validation data; set data.val_"),
+    ("generation data.path=[]", "data.path=[]: no data file is given"),
     ("sft model.path={task}/base trainer.test_freq=1 data.val_files=gone.jsonl", "data.val_files=gone.jsonl: no such file"),
     (
         "sft data.messages_key=talk model.path={task}/base data.train_files={task}/train.parquet",
