@@ -32,7 +32,7 @@ from trainer.cluster.watchdog import Watchdog
 from trainer.data.chat import load_tokenizer
 from trainer.data.dataset import PromptDataset
 from trainer.generation.generator import Generator
-from trainer.generation.shards import CONTENT, Row, Shards, unavailable, write_rows
+from trainer.generation.shards import CONTENT, SCORED, Row, Shards, unavailable, write_rows
 from trainer.rewards.models.reward_builder import check_reward_models, start_reward_models
 from trainer.rewards.remote.remote_rewards import needs_data_sources, open_rewards
 from trainer.rewards.rules.reward_registry import check_data_sources, may_ask_judge
@@ -229,7 +229,7 @@ def manifest(config: GenerationConfig, prompts: PromptDataset, *, scored: bool) 
     # A model may be replaced by another one at the same path.
     paths = {key: value for key, value in decided.items() if key.endswith("path") and isinstance(value, str)}
     decided |= {f"{key}{CONTENT}": content_of_model(Path(value)) for key, value in paths.items() if Path(value).is_dir()}
-    return decided | {"trainer.seed": config.trainer.seed, "scored": scored, "prompts": digest.hexdigest()}
+    return decided | {"trainer.seed": config.trainer.seed, SCORED: scored, "prompts": digest.hexdigest()}
 
 
 CONTENTS = (".safetensors", ".bin", ".json", ".jinja", ".model", ".txt")

@@ -19,6 +19,8 @@ from trainer.run.run_dir import fsync_directory, write_atomic
 MANIFEST = "manifest.json"
 CONTENT = " (content)"
 """Suffix of the manifest's keys with the hash of what is at a path."""
+SCORED = "scored"
+"""The manifest's key for whether the answers have scores."""
 Format = Literal["parquet", "jsonl"]
 Row = dict[str, Any]
 """A prompt and its responses.
@@ -137,12 +139,14 @@ def shard_files(directory: Path) -> list[Path]:
 
 def check_same(directory: Path, old: Mapping[str, Any], new: Mapping[str, Any]) -> None:
     """Raises ValueError, with the first difference, if the manifests differ."""
-    for key in dict.fromkeys([*new, *old]):
+    # SCORED first: only manifests of scored answers have the keys of the reward, which all differ then.
+    for key in dict.fromkeys([SCORED, *new, *old]):
         if key.endswith(CONTENT) and key not in old:  # of an earlier version, which did not compare the content
             continue
         if old.get(key) != new.get(key):
             was, now = (json.dumps(manifest.get(key), ensure_ascii=False) for manifest in (old, new))
+            about = " (selection.score, or a file of selection.*)" if key == SCORED else ""
             raise ValueError(
-                f"{directory} has answers of another run: {key} was {was:.200} and is {now:.200}; put it back, or give another "
-                "data.output_path"
+                f"{directory} has answers of another run: {key} was {was:.200} and is {now:.200}{about}; put it back, or give "
+                "another data.output_path"
             )

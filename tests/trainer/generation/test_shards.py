@@ -4,7 +4,7 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
-from trainer.generation.shards import CONTENT, Shards, check_same, shard_files, write_rows
+from trainer.generation.shards import CONTENT, SCORED, Shards, check_same, shard_files, write_rows
 
 ROW: dict[str, Any] = {
     "uid": 3,
@@ -80,6 +80,12 @@ def test_first_different_key_is_reported(new: dict[str, Any], message: str) -> N
     check_same(Path("x"), {"n": 2}, {"n": 2})
     with pytest.raises(ValueError, match=f"x has answers of another run: {message}"):
         check_same(Path("x"), {"n": 2}, new)
+
+
+def test_scores_that_are_asked_for_later_are_reported_before_the_keys_of_the_reward() -> None:
+    new = {"n": 2, "reward.timeout": 30.0, SCORED: True}
+    with pytest.raises(ValueError, match=r"scored was false and is true \(selection\.score, or a file of selection\.\*\); put"):
+        check_same(Path("x"), {"n": 2, SCORED: False}, new)
 
 
 def test_content_is_compared_unless_an_earlier_version_wrote_the_manifest() -> None:
