@@ -56,7 +56,7 @@ class ComparedRun:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Runs that differ in seeds only."""
+    """Runs that differ in seeds at most."""
 
     label: str
     runs: list[ComparedRun]
@@ -151,7 +151,11 @@ def mean_curve(group: Group, metric: str) -> Curve:
 
 
 def label_with_seeds(group: Group) -> str:
-    return group.label if len(group.runs) == 1 else f"{group.label} · {len(group.runs)} seeds"
+    """Label with the number of seeds, or of runs if some of them have the same seeds."""
+    if len(group.runs) == 1:
+        return group.label
+    different = {tuple(sorted(run.config.items())) for run in group.runs}
+    return f"{group.label} · {len(group.runs)} {'seeds' if len(different) == len(group.runs) else 'runs'}"
 
 
 def final_of(group: Group, metric: str) -> Final | None:

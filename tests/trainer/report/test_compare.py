@@ -23,6 +23,7 @@ from trainer.report.compare import (
     final_of,
     find_runs,
     groups_of,
+    label_with_seeds,
     mean_curve,
     metrics_shown,
 )
@@ -58,6 +59,11 @@ def test_runs_that_differ_only_in_seeds_are_one_group(sweep: Path) -> None:
     assert [run.run_dir.name for run in first.runs] == ["0", "1"] and [run.run_dir.name for run in second.runs] == ["2"]
     assert (first.label, second.label) == ("lr=3e-4", "lr=0.5")
     assert differing([group.runs[0].settings() for group in (first, second)]) == ["actor_rollout_ref.actor.optim.lr"]
+
+
+def test_runs_with_the_same_seed_are_not_counted_as_seeds(sweep: Path) -> None:
+    write_run(sweep / "3", scores(0.2, 0.4), "trainer.seed=1")
+    assert [label_with_seeds(group) for group in groups_of(find_runs([sweep]))] == ["lr=3e-4 · 3 runs", "lr=0.5"]
 
 
 def test_curve_of_a_group_is_the_mean_with_its_range(sweep: Path) -> None:
