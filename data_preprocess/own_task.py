@@ -28,6 +28,8 @@ def write_task(
 ) -> None:
     """Parse the command line and write train.parquet and test.parquet, for RL and for the warm start. No problem occurs twice.
 
+    A prompt that is drawn with several answers keeps the first; with an example each of them is a problem.
+
     name: the data source. example: worked example of a problem, for the column messages; None: the column response has the
     answer. tools: function schemas, for the column tools. worse: a response that is worse than the answer, for the columns chosen
     and rejected.
@@ -39,17 +41,19 @@ def write_task(
     parser.add_argument("--seed", type=int, default=0, help="(default: %(default)s)")
     args = parser.parse_args(argv)
     random, wanted = Random(seed_of(args.seed, "problems")), args.test_size + args.train_size
-    problems: dict[Problem, None] = {}  # a set in the order of drawing
+    problems: dict[str | Problem, Problem] = {}  # in the order of drawing
     for _ in range(DRAWS * wanted):
         if len(problems) == wanted:
             break
-        problems[make_problem(random)] = None
+        problem = make_problem(random)
+        # The answer of a conversation is what the other side knows: with another one the same first message has another course.
+        problems.setdefault(problem[0] if example is None else problem, problem)
     if len(problems) < 2 * args.test_size:
         parser.error(
             f"make_problem gives {len(problems)} different problems, and {args.test_size} are held out: training needs as many; "
             "make more, or lower --test_size"
         )
-    drawn = list(problems)
+    drawn = list(problems.values())
     for split, part in (("test", drawn[: args.test_size]), ("train", drawn[args.test_size :])):
         rows = []
         for i, (prompt, answer) in enumerate(part):

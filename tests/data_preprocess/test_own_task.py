@@ -29,6 +29,27 @@ def test_no_problem_is_held_out_and_trained_on(tmp_path: Path) -> None:
         assert row["response"] == row["reward_model"]["ground_truth"] and row["data_source"] == "count"
 
 
+def test_a_prompt_with_several_answers_is_one_problem(tmp_path: Path) -> None:
+    def ambiguous(random: Random) -> tuple[str, str]:
+        return count(random)[0], str(random.randrange(3))
+
+    write_task(ambiguous, name="count", argv=[f"--local_save_dir={tmp_path}", *SIZES])
+    rows = [row for split in ("train", "test") for row in pq.read_table(tmp_path / f"{split}.parquet").to_pylist()]
+    assert len(rows) == len({row["prompt"][0]["content"] for row in rows}) == 50
+
+
+def test_conversations_may_begin_alike(tmp_path: Path) -> None:
+    def hidden(random: Random) -> tuple[str, str]:
+        return "guess", count(random)[1]
+
+    def example(random: Random, prompt: str, answer: str) -> list[dict[str, Any]]:
+        return [{"role": "assistant", "content": answer}]
+
+    write_task(hidden, name="guess", argv=[f"--local_save_dir={tmp_path}", *SIZES], example=example)
+    rows = [row for split in ("train", "test") for row in pq.read_table(tmp_path / f"{split}.parquet").to_pylist()]
+    assert len(rows) == len({row["reward_model"]["ground_truth"] for row in rows}) == 50
+
+
 def test_a_small_task_has_fewer_rows(tmp_path: Path) -> None:
     assert len(make(tmp_path, "--train_size=100")["train"]) == 40
 
