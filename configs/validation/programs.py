@@ -267,7 +267,9 @@ def check_sft(config: SFTConfig, typed: Collection[str]) -> list[str]:
     bound, every = config.trainer.stop_at_probability, config.trainer.test_freq
     if bound is not None and not is_ever(every):
         problems.append(f"trainer.stop_at_probability={bound}: trainer.test_freq={every} never measures it; use for example 10")
-    return _supervised_notes(config, typed, problems)
+    unused = sorted({"data.prompt_key", "data.response_key"} & {*typed}) if data.messages_key is not None else []
+    notes = [f"{key} has no effect: data.messages_key={data.messages_key} is the column of whole conversations" for key in unused]
+    return _supervised_notes(config, typed, problems) + notes
 
 
 def check_pairs(config: RewardModelConfig | DPOConfig, typed: Collection[str]) -> list[str]:
@@ -305,7 +307,22 @@ def _supervised_notes(config: SupervisedConfig, typed: Collection[str], problems
         *parallel_notes(roles),
         *megatron_notes(roles),
         *lora_notes("model", config.model, typed),
+        *_unused_supervised_keys(config, typed),
     ]
+
+
+def _unused_supervised_keys(config: SupervisedConfig, typed: Collection[str]) -> Iterator[str]:
+    optim, schedule = config.optim, f"optim.lr_scheduler_type={config.optim.lr_scheduler_type}"
+    unused = {
+        "data.micro_batch_size_per_gpu": (
+            config.data.use_dynamic_bsz,
+            "data.use_dynamic_bsz=true fills micro-batches up to data.max_token_len_per_gpu",
+        ),
+        "optim.min_lr_ratio": (optim.lr_scheduler_type == "constant", schedule),
+        "optim.num_cycles": (optim.lr_scheduler_type in ("constant", "linear"), schedule),
+        "optim.lr_warmup_steps_ratio": (optim.lr_warmup_steps >= 0, f"optim.lr_warmup_steps={optim.lr_warmup_steps}"),
+    }
+    yield from (f"{key} has no effect: {why}" for key, (is_unused, why) in unused.items() if is_unused and key in typed)
 
 
 def _judge_engine_problems(config: ServeRewardConfig) -> Iterator[str]:
@@ -505,6 +522,16 @@ def _trust_region_notes(config: PPOConfig) -> Iterator[str]:
         )
 
 
+def _unused_async_keys(config: PPOConfig, typed: Collection[str]) -> Iterator[str]:
+    generation = config.async_training
+    mode, key = generation.mode, "async_training"
+    # With one_step_off the staleness bounds the steps between two syncs.
+    is_bound = mode == "async" or (mode == "one_step_off" and generation.trigger_parameter_sync_step > 1)
+    unused = {"max_staleness": not is_bound, "max_age": mode != "partial", "oversubmit": mode in (None, "one_step_off")}
+    for name in (name for name, is_unused in unused.items() if is_unused and f"{key}.{name}" in typed):
+        yield f"{key}.{name} has no effect: {key}.mode={mode or 'null'}"
+
+
 def _ppo_notes(config: PPOConfig, typed: Collection[str]) -> Iterator[str]:
     yield from engine_notes(config.actor_rollout_ref.rollout, typed)
     yield from _lora_notes(config, typed)
@@ -522,6 +549,7 @@ def _ppo_notes(config: PPOConfig, typed: Collection[str]) -> Iterator[str]:
             "n=8"
         )
     yield from _trust_region_notes(config)
+    yield from _unused_async_keys(config, typed)
     overlong, most = config.reward.reward_kwargs.overlong_buffer_cfg, config.reward.reward_kwargs.max_resp_len
     if overlong.enable and not overlong.penalty_factor:
         yield "reward.reward_kwargs.overlong_buffer_cfg.penalty_factor=0: the overlong penalty has no effect"

@@ -65,6 +65,29 @@ def test_a_scorer_with_a_custom_function_has_no_effect() -> None:
     assert lines == ["reward.scorer=math has no effect: reward.custom_reward_function computes the scores"]
 
 
+@pytest.mark.parametrize(
+    ("mode", "used"),
+    [
+        ("null", []), ("partial", ["max_age", "oversubmit"]), ("one_step_off", []), ("async", ["max_staleness", "oversubmit"]),
+    ],
+)  # fmt: skip
+def test_bounds_of_another_way_to_generate_are_reported(mode: str, used: list[str]) -> None:
+    typed = {"max_staleness": "2", "max_age": "3", "oversubmit": "2"}
+    words = [*AHEAD, "trainer.n_gpus_per_node=9", f"async_training.mode={mode}"]
+    unused = [f"async_training.{name} has no effect: async_training.mode={mode}" for name in typed if name not in used]
+    notes = ppo_lines(*words, *(f"async_training.{name}={value}" for name, value in typed.items()), needs_values=False)
+    assert [note for note in notes if "has no effect: async_training.mode" in note] == unused
+    assert not any("has no effect" in note for note in ppo_lines(*words, needs_values=False)), "keys that were not typed"
+
+
+def test_max_staleness_bounds_the_steps_between_syncs_of_one_step_off() -> None:
+    words = [*AHEAD, "trainer.n_gpus_per_node=9", "async_training.mode=one_step_off", "async_training.trigger_parameter_sync_step=2"]
+    notes = ppo_lines(*words, "async_training.max_staleness=2", needs_values=False)
+    assert not any(note.startswith(("error: ", "async_training.max_staleness")) for note in notes)
+    (line,) = ppo_lines(*words, "async_training.max_staleness=1", needs_values=False)
+    assert line.startswith("error: async_training.trigger_parameter_sync_step=2: ")
+
+
 def test_defaults_and_quick_start_have_no_errors_or_notes() -> None:
     assert ppo_lines() == []
     assert ppo_lines("recipe=quickstart", needs_values=False) == []

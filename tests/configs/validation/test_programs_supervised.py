@@ -1,9 +1,11 @@
 """Fine-tuning and reward models: invalid combinations of keys."""
 
+import pytest
+
 from configs.base.keys import ConfigError
-from configs.compose import compose
-from configs.schema.supervised import DPOConfig, RewardModelConfig
-from configs.validation.programs import check_pairs
+from configs.compose import compose, compose_with_notes
+from configs.schema.supervised import DPOConfig, RewardModelConfig, SFTConfig
+from configs.validation.programs import check_pairs, check_sft
 from tests.configs.validation.test_programs import TOO_SMALL, WORKERS, sft_lines
 
 
@@ -61,3 +63,27 @@ def test_dpo_has_the_checks_of_pairs_and_its_own() -> None:
     for wrong in ("loss.beta=0", "loss.label_smoothing=0.5", "loss.sft_coef=-1", "loss.kind=hinge"):
         (line,) = dpo_lines(wrong)
         assert line.replace('"', "").startswith(f"error: {wrong}: must be"), "a bound of the schema"
+
+
+@pytest.mark.parametrize(
+    ("words", "unused"),
+    [
+        (["data.micro_batch_size_per_gpu=2", "data.use_dynamic_bsz=true"], "data.micro_batch_size_per_gpu"),
+        (["data.micro_batch_size_per_gpu=2", "data.use_dynamic_bsz=false"], None),
+        (["data.messages_key=messages", "data.prompt_key=question"], "data.prompt_key"),
+        (["data.messages_key=messages", "data.response_key=answer"], "data.response_key"),
+        (["data.prompt_key=question", "data.response_key=answer"], None),
+        (["optim.lr_scheduler_type=constant", "optim.min_lr_ratio=0.1"], "optim.min_lr_ratio"),
+        (["optim.lr_scheduler_type=linear", "optim.min_lr_ratio=0.1"], None),
+        (["optim.lr_scheduler_type=constant", "optim.num_cycles=1"], "optim.num_cycles"),
+        (["optim.lr_scheduler_type=linear", "optim.num_cycles=1"], "optim.num_cycles"),
+        (["optim.lr_scheduler_type=wsd", "optim.num_cycles=1"], None),
+        (["optim.lr_warmup_steps=0", "optim.lr_warmup_steps_ratio=0.2"], "optim.lr_warmup_steps_ratio"),
+        (["optim.lr_warmup_steps=-1", "optim.lr_warmup_steps_ratio=0.2"], None),
+    ],
+)
+def test_keys_that_another_key_makes_unused_are_reported(words: list[str], unused: str | None) -> None:
+    config, typed, _ = compose_with_notes("sft_trainer", SFTConfig, words)
+    notes = check_sft(config, typed)
+    assert [note.partition(" has no effect: ")[0] for note in notes] == ([] if unused is None else [unused])
+    assert check_sft(config, ()) == []
