@@ -103,7 +103,10 @@ def _pools(typed: Collection[str], value: Value, found: Translation) -> Iterator
     if is_placed:
         yield f"{NODES}={nodes}: {', '.join(placed) or 'placement.layout'} places the roles too; leave one of them out"
         return
-    sizes = f"{_product(of_trainer)} GPUs for the trainer, {_product(of_engine)} for the engine"
+    # Only the keys of a command line are known before it is composed, not those of its recipe.
+    is_typed = bool(value("trainer.n_gpus_per_node"))
+    assumed = "" if is_typed else " (type trainer.n_gpus_per_node if it is another number: a recipe's value is not read here)"
+    sizes = f"{_product(of_trainer)} GPUs for the trainer{assumed}, {_product(of_engine)} for the engine"
     if of_trainer[0] == of_engine[0] and of_trainer[1] + of_engine[1] <= NODE:
         cluster = (of_trainer[0], of_trainer[1] + of_engine[1])
     elif of_trainer[1] == of_engine[1]:
@@ -201,6 +204,8 @@ def _lengths(typed: Collection[str], value: Value, found: Translation) -> Iterat
         size = _batch_size(value)
         if size is None:
             yield f"{GROUPS}={groups}: set trainer.total_training_steps, the number of batches, instead"
+        elif groups < size and "trainer.total_training_steps" not in typed:
+            yield f"{GROUPS}={groups}: fewer prompts than a batch of {size} has; use at least {size}, or leave it out"
         else:
             if "trainer.total_training_steps" not in typed:
                 found.sets["trainer.total_training_steps"] = groups // size

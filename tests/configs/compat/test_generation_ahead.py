@@ -71,6 +71,11 @@ def test_hybrid_engine_false_alone_splits_the_gpus_unless_they_are_placed() -> N
             (f"{ROLLOUT}.nnodes=1", f"{ROLLOUT}.n_gpus_per_node=4", "trainer.n_gpus_per_node=6"),
             f"{ROLLOUT}.nnodes=1: 1 * 6 GPUs for the trainer, 1 * 4 for the engine: neither the same nodes with at most 8 GPUs",
         ),
+        (
+            ("recipe=quickstart", f"{ROLLOUT}.nnodes=1", f"{ROLLOUT}.n_gpus_per_node=1"),
+            f"{ROLLOUT}.nnodes=1: 1 * 8 GPUs for the trainer (type trainer.n_gpus_per_node if it is another number: a recipe's "
+            "value is not read here), 1 * 1 for the engine: neither the same nodes",
+        ),
         ((f"{ROLLOUT}.nnodes=1", "placement=split"), f"{ROLLOUT}.nnodes=1: placement places the roles too; leave one"),
         ((f"{ROLLOUT}.nnodes=1", "actor_rollout_ref.hybrid_engine=true"), f"{ROLLOUT}.nnodes=1: with actor_rollout_ref.hybrid"),
         ((f"{ROLLOUT}.nnodes=x",), f"{ROLLOUT}.nnodes=x: sizes of the pools must be numbers; set placement.layout=custom"),
@@ -89,6 +94,10 @@ def test_hybrid_engine_false_alone_splits_the_gpus_unless_they_are_placed() -> N
         (
             ("data.train_batch_size=0",),
             "data.train_batch_size=0: set data.train_batch_size to the number of prompts that a step trains on",
+        ),
+        (
+            ("rollout.total_rollout_steps=3", "data.train_batch_size=4"),
+            f"{ROLLOUT}.total_rollout_steps=3: fewer prompts than a batch of 4 has; use at least 4",
         ),
         (("rollout.total_rollout_steps=100",), f"{ROLLOUT}.total_rollout_steps=100: set trainer.total_training_steps"),
         (("trainer.v1.separate_async.hybrid_rollout.enable_switch=true",), "trainer.v1.separate_async.hybrid_rollout.enable"),
