@@ -1,11 +1,13 @@
 """Required keys have no default, and the keys that refer to them follow."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from configs.argv import normalise
 from configs.base.keys import CONFIG_DIR, described
-from configs.compose import compose
+from configs.compose import compose, run_jobs
 from configs.required import REQUIRED, UNSET, unset_keys, without_marks
 from configs.schema.generation import GenerationConfig
 from configs.schema.parity import ParityConfig
@@ -55,6 +57,20 @@ def test_critic_starts_from_the_policys_model() -> None:
     )
     assert unset.actor_rollout_ref.model.path == unset.critic.model.path == UNSET
     assert followed.critic.model.path == "a" and own.critic.model.path == "b"
+
+
+def test_critic_without_a_model_of_its_own_undoes_that_of_a_yaml(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text("defaults: [ppo_trainer, _self_]\ncritic: {model: {path: b}}\n")
+    words = [f"--config-dir={tmp_path}", "--config-name=mine", "actor_rollout_ref.model.path=a"]
+    found: list[str] = []
+
+    def job(tree: Any, point: Any) -> float:
+        found.append(tree.critic.model.path)
+        return 0.0
+
+    for more in ([], ["critic.model.path=null"]):
+        run_jobs(normalise([*words, *more], PPOConfig, "ppo_trainer"), "ppo_trainer", job)
+    assert found == ["b", "a"]
 
 
 def test_marks_outside_of_text_keys_remain() -> None:
