@@ -143,7 +143,9 @@ def test_a_data_source_that_is_no_text_is_named(source: Any, tmp_path: Path, cap
     words = [f"data.path={tmp_path}/a.jsonl", f"trainer.default_local_dir={tmp_path}/out"]
     for scored in ("data.score_key=null", "data.score_key=scores"):
         assert main_eval.PROGRAM([*words, scored]) == 2
-        line = f"error: {tmp_path}/a.jsonl, row 1: data_source is {source!r}, a {type(source).__name__}; it must be a text or null"
+        line = (
+            f"error: {tmp_path}/a.jsonl, row 1: data_source is {source!r}, a {type(source).__name__}; it must be a text or null"
+        )
         assert line in capsys.readouterr().err
 
 

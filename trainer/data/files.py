@@ -172,7 +172,10 @@ def value_of(row: Mapping[str, Any], column: str) -> Any:
 
 
 def texts(values: Sequence[Any], name: str, where: Callable[[int], str]) -> list[str]:
-    """The values of the column ``name``, with "" for null. where: location of a row. Raises ValueError for one that is no text."""
+    """The values of the column ``name``, with "" for null. where: location of a row.
+
+    Raises ValueError, one line, for a value that is no text.
+    """
     for row, value in enumerate(values):
         if not isinstance(value, str | None):
             raise ValueError(f"{where(row)}: {name} is {value!r:.60}, a {type(value).__name__}; it must be a text or null")

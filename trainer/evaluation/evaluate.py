@@ -94,7 +94,9 @@ def score(config: EvaluationConfig, rows: Rows, answers: Sequence[list[str]], so
     extras, reasons = rows.column("extra_info"), rows.column("finish_reasons")
     for i, (own, ends) in enumerate(zip(answers, reasons, strict=True)):
         if ends is not None and (not isinstance(ends, list) or len(ends) != len(own)):
-            raise ValueError(f"{rows.where(i)}: finish_reasons is {ends!r:.60}, not a list with one for each of {len(own)} answers")
+            raise ValueError(
+                f"{rows.where(i)}: finish_reasons is {ends!r:.60}, not a list with one for each of {len(own)} answers"
+            )
     asked = [
         Response(source, text, truth, extra or {}, finished=why == "stop")
         for own, source, truth, extra, ends in zip(answers, sources, truths, extras, reasons, strict=True)

@@ -81,7 +81,12 @@ def test_bounds_of_another_way_to_generate_are_reported(mode: str, used: list[st
 
 
 def test_max_staleness_bounds_the_steps_between_syncs_of_one_step_off() -> None:
-    words = [*AHEAD, "trainer.n_gpus_per_node=9", "async_training.mode=one_step_off", "async_training.trigger_parameter_sync_step=2"]
+    words = [
+        *AHEAD,
+        "trainer.n_gpus_per_node=9",
+        "async_training.mode=one_step_off",
+        "async_training.trigger_parameter_sync_step=2",
+    ]
     notes = ppo_lines(*words, "async_training.max_staleness=2", needs_values=False)
     assert not any(note.startswith(("error: ", "async_training.max_staleness")) for note in notes)
     (line,) = ppo_lines(*words, "async_training.max_staleness=1", needs_values=False)

@@ -131,7 +131,10 @@ OTHERS = [
     ("sft model.path={task}/base data.train_files=[]", "data.train_files=[]: no data file is given; name one, or a list"),
     ("dpo model.path={task}/base data.train_files=[]", "data.train_files=[]: no data file is given"),
     ("reward_model model.path={task}/base data.train_files=[]", "data.train_files=[]: no data file is given"),
-    ("sft trainer.dry_run=config trainer.test_freq=1 data.val_files=[]", "trainer.test_freq=1: no validation data; set data.val_"),
+    (
+        "sft trainer.dry_run=config trainer.test_freq=1 data.val_files=[]",
+        "trainer.test_freq=1: no validation data; set data.val_",
+    ),
     ("generation data.path=[]", "data.path=[]: no data file is given"),
     ("sft model.path={task}/base trainer.test_freq=1 data.val_files=gone.jsonl", "data.val_files=gone.jsonl: no such file"),
     (

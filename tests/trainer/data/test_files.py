@@ -99,7 +99,11 @@ def test_errors_of_files_that_cannot_be_read(tmp_path: Path) -> None:
     assert "not a .parquet" in error_of([jsonl(tmp_path / "data.csv", "a\n1\n")], ["a"])
 
 
-@pytest.mark.parametrize("value", ["[" * 100_000 + "]" * 100_000, '{"a":' * 100_000 + "1" + "}" * 100_000, "1" * 5000], ids=["lists", "objects", "digits"])
+@pytest.mark.parametrize(
+    "value",
+    ["[" * 100_000 + "]" * 100_000, '{"a":' * 100_000 + "1" + "}" * 100_000, "1" * 5000],
+    ids=["lists", "objects", "digits"],
+)
 def test_json_that_python_cannot_hold_is_named(value: str, tmp_path: Path) -> None:
     lines = jsonl(tmp_path / "a.jsonl", f'{{"a": 1}}\n{{"a": {value}}}\n')
     assert error_of([lines], ["a"]).startswith(f"{lines}, line 2: cannot be read: ")
@@ -156,7 +160,9 @@ def test_structs_of_scorers_that_are_none_are_refused(column: str, values: pa.Ar
         with pytest.raises(ValueError) as error:
             check()
         where, kind = f"{file}: column {column!r} is ", str(values.type).partition("<")[0]
-        assert str(error.value).startswith(where + kind) and str(error.value).endswith("; it must be a struct (an object) or null")
+        assert str(error.value).startswith(where + kind) and str(error.value).endswith(
+            "; it must be a struct (an object) or null"
+        )
     assert len(Rows([file], ["a"])) == check_file(file, ["a"]) == 2, "a column that is not read may be of any type"
     lines = jsonl(tmp_path / "a.jsonl", "".join(json.dumps({"a": 1, column: value}) + "\n" for value in values.to_pylist()))
     with pytest.raises(ValueError, match=rf"a\.jsonl, row \d: {column} is a \w+; it must be an object or null"):
