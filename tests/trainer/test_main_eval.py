@@ -136,7 +136,7 @@ def test_majority_is_left_out_above_its_number_of_responses(tmp_path: Path, caps
     assert re.search(r"many\W+1\W+2 .*\W-\W*\n", out)
 
 
-@pytest.mark.parametrize("source", [3, ["sort_digits"]])
+@pytest.mark.parametrize("source", [{"name": "sort_digits"}, ["sort_digits"]])
 def test_a_data_source_that_is_no_text_is_named(source: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = [row | {"scores": [0.0] * 4} for row in (ROWS[0], ROWS[1] | {"data_source": source})]
     write_rows(tmp_path / "a.jsonl", rows)

@@ -172,12 +172,12 @@ def value_of(row: Mapping[str, Any], column: str) -> Any:
 
 
 def texts(values: Sequence[Any], name: str, where: Callable[[int], str]) -> list[str]:
-    """The values of the column ``name``, with "" for null. where: location of a row.
+    """The values of the column ``name``, with "" for null; numbers stay. where: location of a row.
 
-    Raises ValueError, one line, for a value that is no text.
+    Raises ValueError, one line, for others.
     """
     for row, value in enumerate(values):
-        if not isinstance(value, str | None):
+        if not isinstance(value, str | int | float | None):
             raise ValueError(f"{where(row)}: {name} is {value!r:.60}, a {type(value).__name__}; it must be a text or null")
     return [value or "" for value in values]
 

@@ -143,7 +143,7 @@ def evaluate(prompts: Sequence[Scored], metrics: MetricsConfig, seed: int) -> di
     the mean over all their responses for every k: the mean of a random subset has the same expectation.
     """
     groups: dict[str, list[Scored]] = {}
-    for prompt in sorted(prompts, key=lambda prompt: prompt.data_source):
+    for prompt in sorted(prompts, key=lambda prompt: str(prompt.data_source)):
         groups.setdefault(prompt.data_source or UNNAMED, []).append(prompt)
     if len(groups) > 1:
         name = ALL

@@ -119,7 +119,7 @@ def reward_metrics(batch: Batch, data_sources: Collection[str]) -> dict[str, flo
         metrics[f"reward/{name}/mean"] = mean
         metrics[f"reward/{name}/std"] = (math.fsum((value - mean) ** 2 for value in values) / len(values)) ** 0.5
     if len(data_sources) > 1:
-        for source in sorted(set(batch.objects["data_source"])):
+        for source in sorted(set(batch.objects["data_source"]), key=str):
             rows = torch.tensor([other == source for other in batch.objects["data_source"]])
             metrics[f"critic/score/{source}/mean"] = float(batch.rows["score"][rows].double().mean())
             metrics[f"response_length/{source}/clip_ratio"] = float((batch.rows["finished"][rows] == 0).double().mean())
@@ -180,7 +180,7 @@ def validation_metrics(
     n = max(Counter(uids).values())
     metrics: dict[str, float] = {}
     counts: dict[int, float] = {}
-    for source in sorted(set(data_sources)):
+    for source in sorted(set(data_sources), key=str):
         mine = [i for i, other in enumerate(data_sources) if other == source]
         columns = {name: [value for i in mine if (value := column[i]) is not None] for name, column in values.items()}
         numbers = {name: column for name, column in columns.items() if len(column) == len(mine)}

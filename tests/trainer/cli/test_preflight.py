@@ -59,7 +59,7 @@ FILES = [
     ),
     (
         f"data.train_files=[{{task}}/train.parquet,{{task}}/number_source.parquet] {KEY}.path=null",
-        "data.train_files: {task}/number_source.parquet, row 0: data_source is 3, a int; it must be a text or null",
+        "data.train_files: data_source '3' has no scorer; known: ",
     ),
     ("data.val_files={task}/no_struct.parquet", "data.val_files={task}/no_struct.parquet: column 'reward_model' has no field"),
     ("data.prompt_key=question", "data.train_files={task}/train.parquet: no column 'question'"),

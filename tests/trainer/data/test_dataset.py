@@ -64,10 +64,10 @@ def test_a_text_in_place_of_a_struct_is_refused_without_scores_too(make: Any) ->
         make([row | {"reward_model": "rule"} for row in rows([12])], scored=False)
 
 
-@pytest.mark.parametrize("source", [["sort_digits"], 3])
+@pytest.mark.parametrize("source", [["sort_digits"], {"name": "sort_digits"}])
 def test_a_data_source_that_is_no_text_is_named(source: Any, make: Any) -> None:
     other = [row | {"data_source": source} for row in rows([12])]
-    with pytest.raises(ValueError, match=r"part1\.parquet, row 0: data_source is .*, a (list|int); it must be a text or null"):
+    with pytest.raises(ValueError, match=r"part1\.parquet, row 0: data_source is .*, a (list|dict); it must be a text or null"):
         make(rows([12]), other)
 
 

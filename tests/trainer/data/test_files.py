@@ -188,8 +188,7 @@ def test_distinct_texts_of_a_column(kind: pa.DataType, tmp_path: Path) -> None:
 
 
 def test_a_column_of_texts_has_nothing_else(tmp_path: Path) -> None:
-    for values, why in (([None, ["a"]], "['a'], a list"), ([None, 3], "3, a int")):
-        file = parquet(tmp_path / "a.parquet", [{"s": value} for value in values])
-        with pytest.raises(ValueError) as error:
-            distinct_texts(file, "s")
-        assert str(error.value) == f"{file}, row 1: s is {why}; it must be a text or null"
+    file = parquet(tmp_path / "a.parquet", [{"s": value} for value in (None, ["a"])])
+    with pytest.raises(ValueError) as error:
+        distinct_texts(file, "s")
+    assert str(error.value) == f"{file}, row 1: s is ['a'], a list; it must be a text or null"

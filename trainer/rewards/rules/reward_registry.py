@@ -101,7 +101,7 @@ def with_own_function(config: ScoringConfig) -> ScoringConfig:
 
 def check_data_sources(names: Iterable[str]) -> None:
     """Raise ValueError, with the known names, if one of the data sources has no scorer."""
-    for name in sorted(name for name in set(names) if _scorer_of(name) is None):
+    for name in sorted(name for name in {*map(str, names)} if _scorer_of(name) is None):
         near = difflib.get_close_matches(name, DATA_SOURCES, n=1)
         hint = f" (did you mean {near[0]!r}?)" if near else ""
         raise ValueError(
