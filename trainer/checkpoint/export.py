@@ -21,7 +21,7 @@ import torch.distributed.checkpoint as dcp
 import transformers
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import AutoConfig, GenerationConfig, PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
 from configs.base.locks import LOCK, locked
 from configs.schema.evaluation import ExportConfig
@@ -32,7 +32,7 @@ from trainer.checkpoint.resume import find_latest
 from trainer.run.run_dir import fsync_tree
 from workers.engine.base import Head
 from workers.engine.hf.checkpoint import ADAPTER, ADAPTER_CONFIG, ADAPTER_WEIGHTS, saved_tensors
-from workers.engine.hf.hf_model import PackedModel, auto_class
+from workers.engine.hf.hf_model import PackedModel, auto_class, keep_generation_config
 
 WEIGHTS = "model."
 AVERAGES = "optimizer.ema."
@@ -142,8 +142,7 @@ def export(source: Path, target: Path, *, trust_remote_code: bool, which: str = 
         shell: PreTrainedModel = auto_class(config, head).from_config(
             config, dtype=config.dtype, trust_remote_code=trust_remote_code
         )
-    if head == "lm":
-        shell.generation_config = GenerationConfig.from_pretrained(source)
+    keep_generation_config(shell, source)
     merge = (source / ADAPTER_CONFIG).exists()
     weights = merged_weights(source, config, head, trust_remote_code) if merge else read_weights(source, WEIGHTS, shell.dtype)
     if which == "ema":

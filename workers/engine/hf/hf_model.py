@@ -303,9 +303,25 @@ def description(model: ModelConfig, config: PretrainedConfig, head: Head, weight
     hf = empty_model(model, config, head, torch.float32).hf
     # save_pretrained inverts them: files keep the names that the model was loaded from.
     hf._weight_conversions = weights.conversions  # type: ignore[assignment] # a plain attribute
-    if hf.can_generate() and (weights.folder / GENERATION_CONFIG_NAME).is_file():
-        hf.generation_config = GenerationConfig.from_pretrained(weights.folder)
+    keep_generation_config(hf, weights.folder)
     return hf
+
+
+class KeptGenerationConfig(GenerationConfig):
+    """Generation config that is written as it was read.
+
+    transformers reads sampling parameters without do_sample=true with a warning, and refuses to write them: a run would end at
+    its first checkpoint.
+    """
+
+    def validate(self, strict: bool = False, user_set_attributes: set[str] | None = None) -> None:
+        super().validate(user_set_attributes=user_set_attributes)
+
+
+def keep_generation_config(hf: PreTrainedModel, folder: Path) -> None:
+    """Give a language model the generation config of the files in ``folder``, if they have one."""
+    if hf.can_generate() and (folder / GENERATION_CONFIG_NAME).is_file():
+        hf.generation_config = KeptGenerationConfig.from_pretrained(folder)
 
 
 def make_buffers(hf: PreTrainedModel, device: torch.device) -> dict[str, Tensor]:

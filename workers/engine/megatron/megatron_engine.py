@@ -34,7 +34,7 @@ from configs.schema.common import MegatronConfig
 from workers.batch import Batch
 from workers.engine.base import EngineMesh, EngineSpec, Loss, OptimizerSpec, Saved, TrainEngine, Weights
 from workers.engine.hf.checkpoint import Files, Shard, save_shard, write_model
-from workers.engine.hf.hf_model import empty_model, model_config, model_files, model_flops
+from workers.engine.hf.hf_model import empty_model, keep_generation_config, model_config, model_files, model_flops
 from workers.engine.megatron.exchange import Exchange
 from workers.engine.megatron.head import log_probs, values
 from workers.engine.megatron.megatron_adamw import Kind, MegatronAdamW
@@ -76,7 +76,9 @@ class MegatronEngine(TrainEngine):
         for chunk in self._model:
             chunk.requires_grad_(self._optimizer is not None)
             chunk.train(self._optimizer is not None)  # recomputation depends on it; there is no dropout
-        files = Files(model_files(spec.model), f"model.path={spec.model.path}")
+        folder = model_files(spec.model)
+        keep_generation_config(self._shell, Path(folder))
+        files = Files(folder, f"model.path={spec.model.path}")
         self._exchange.check_known_weights(files)
         with START("read"):
             self._exchange.fill(files, self._put_param)

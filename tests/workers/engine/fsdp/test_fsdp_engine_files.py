@@ -1,6 +1,8 @@
 """What ranks write: the same bytes whether training waits or not, and read by any number of ranks, or by none."""
 
 import errno
+import json
+import shutil
 import socket
 from pathlib import Path
 from threading import Event
@@ -178,3 +180,22 @@ def test_a_model_that_came_in_bfloat16_goes_out_in_it(group: None, models: dict[
     assert_same_bits(dict(model.named_parameters()), expected)
     engine.export_hf(str(tmp_path / "export_hf"))
     assert contents(tmp_path / "model") == contents(tmp_path / "export_hf")
+
+
+@pytest.mark.parametrize("ending", [{}, {"do_sample": False}], ids=["unset", "greedy"])
+def test_sampling_settings_that_transformers_calls_invalid_are_kept(
+    group: None, models: dict[str, str], tmp_path: Path, ending: dict[str, bool]
+) -> None:
+    """By a checkpoint, its export, and the engine's own: transformers refuses to save temperature without do_sample=true."""
+    settings = {"temperature": 0.9, "top_p": 0.6, "eos_token_id": [1, 2]} | ending
+    shutil.copytree(models["qwen2"], tmp_path / "base")
+    (tmp_path / "base/generation_config.json").write_text(json.dumps(settings))
+    engine: FSDPEngine = toy_engine(str(tmp_path / "base"))
+    engine.save(str(tmp_path / "saved")).result()
+    (tmp_path / "model").mkdir()
+    export(tmp_path / "saved", tmp_path / "model", trust_remote_code=False)
+    engine.export_hf(str(tmp_path / "export_hf"))
+    for name in ("saved", "model", "export_hf"):
+        written = json.loads((tmp_path / name / "generation_config.json").read_text())
+        written.pop("transformers_version")
+        assert written == settings, name

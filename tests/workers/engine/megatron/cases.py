@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,12 +26,13 @@ if TYPE_CHECKING:  # loading it changes torch: in processes of its own alone
     from workers.engine.megatron.megatron_engine import MegatronEngine
 
 OUTPUTS = {"log_probs", "entropy", "sampled_entropy", "sum_pi_squared", "top_log_probs", "all_log_probs"}
+SAMPLING = {"temperature": 0.9, "top_p": 0.6, "eos_token_id": [1, 2]}
 
 
 def save_models(root: Path) -> dict[str, str]:
     """Four layers each; two ranks do not divide the vocabulary of 61. Halves of three layers end in the middle of a matrix."""
     return {
-        "qwen2": save_tiny_model(root / "qwen2", "qwen2", num_hidden_layers=4),
+        "qwen2": with_sampling(save_tiny_model(root / "qwen2", "qwen2", num_hidden_layers=4)),
         "tied": save_tiny_model(root / "tied", "qwen2", num_hidden_layers=4, tie_word_embeddings=True),
         "qwen3": save_tiny_model(root / "qwen3", "qwen3", num_hidden_layers=4),
         "llama": save_tiny_model(root / "llama", "llama", num_hidden_layers=4),
@@ -39,6 +41,12 @@ def save_models(root: Path) -> dict[str, str]:
         "strange": rewritten(save_tiny_model(root / "strange", "llama"), add="model.layers.0.self_attn.sinks"),
         "incomplete": rewritten(save_tiny_model(root / "incomplete", "llama"), remove="model.norm.weight"),
     }
+
+
+def with_sampling(path: str) -> str:
+    """The model, with settings of generation that transformers reads and refuses to save."""
+    (Path(path) / "generation_config.json").write_text(json.dumps(SAMPLING))
+    return path
 
 
 def rewritten(path: str, *, add: str = "", remove: str = "") -> str:

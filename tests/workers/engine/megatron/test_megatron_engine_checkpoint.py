@@ -1,5 +1,6 @@
 """Saved by one cut, gone on with by another, or by FSDP: as if nothing had happened."""
 
+import json
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -10,6 +11,7 @@ import torch
 
 from tests.workers.engine.fsdp.cases import exported, train
 from tests.workers.engine.fsdp.test_fsdp_engine_checkpoint import assert_same_bits
+from tests.workers.engine.megatron.cases import SAMPLING
 from tests.workers.engine.megatron.rank import RESHARDED
 from tests.workers.engine.toy import distance, plain_model, toy_engine
 from trainer.checkpoint.export import WEIGHTS, check, export, read_weights
@@ -57,6 +59,8 @@ def test_export_of_a_checkpoint(ranks_of: RanksOf, path: Path, tmp_path: Path, n
     export(path / name, tmp_path, trust_remote_code=False)
     assert check(tmp_path, trust_remote_code=False) == sum(weight.numel() for weight in saved.values())
     assert_same_bits(dict(plain_model(str(tmp_path)).state_dict()), saved)
+    written = json.loads((tmp_path / "generation_config.json").read_text())
+    assert {name: written.get(name) for name in SAMPLING} == SAMPLING
 
 
 @pytest.mark.parametrize("name", ["tp2", "distributed"])
