@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import re
+import reprlib
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -137,7 +138,7 @@ class TurnEncoder:
         tools = _checked_tools(where, tools)
         self._check_rendered(where, messages, tools)
         try:
-            rows = self._by_marks(messages, tools) if self.is_marked else self._by_prompts(where, messages, tools, last)
+            rows = [self._by_marks(messages, tools, last)] if self.is_marked else self._by_prompts(where, messages, tools, last)
         except (TemplateError, TypeError) as error:
             raise ValueError(f"{where}: the chat template rejects it: {error}") from error
         except Refused as error:
@@ -165,18 +166,88 @@ class TurnEncoder:
 
     def _turns(self, ids: np.ndarray, spans: list[tuple[int, int]], contents: list[str], ends: bool) -> Turns:
         trained = np.zeros(len(ids), dtype=bool)
-        n_open, is_open = 0, False
+        n_ended, is_open = 0, False
         for start, end in spans:
             end, is_open = self._end(ids, start, end)
             trained[start:end] = True
-            n_open += is_open
+            n_ended += not is_open
         if is_open and ends:
             ids, trained = np.append(ids, self.tokenizer.eos_token_id), np.append(trained, True)
-            n_open -= 1
+            n_ended += 1
+        # Marks may select several spans of a turn, of which only the last one ends it, or none.
+        n_open = max(min(len(contents), len(spans)) - n_ended, 0)
         return Turns(ids.astype(np.int64), trained, len(contents), sum(not text.strip() for text in contents), n_open)
 
-    def _by_marks(self, messages: list[Message], tools: list[Any] | None) -> list[Row]:
-        """The whole conversation as a row, with the spans of the template's {% generation %} marks."""
+    def _by_marks(self, messages: list[Message], tools: list[Any] | None, last: bool) -> Row:
+        """The whole conversation as a row, with the spans of the template's {% generation %} marks.
+
+        An end token directly after the marks belongs to its turn. last: the spans of the last turn are one, from its first marked
+        token to its end. Raises Refused if the end of the last turn or, with ``last``, its start is unknown.
+        """
+        ids, spans = self._marked(messages, tools)
+        turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        contents = [_content(messages[turn]) for turn in turns]
+        if last and turns:
+            first = self._spans_before(messages[: turns[-1]], tools, ids, spans, contents)
+            spans = [*spans[:first], (spans[first][0], spans[-1][1])]
+        spans = self._with_ends(messages, tools, ids, spans)
+        ends = messages[-1]["role"] == "assistant"
+        if ends and contents[-1].strip() and spans and self._end(ids, *spans[-1])[1]:
+            if rest := str(self.tokenizer.decode(ids[spans[-1][1] :])).strip():
+                raise Refused(
+                    f"the chat template writes {reprlib.repr(rest)} after the tokens of the last turn that it marks, so it is "
+                    "not known which token ends the turn; put the end of turns before {% endgeneration %}"
+                )
+            # EOS follows the turn directly: a model does not generate the whitespace that the template writes after it.
+            ids = ids[: spans[-1][1]]
+        return ids, spans, contents, ends
+
+    def _with_ends(
+        self, messages: list[Message], tools: list[Any] | None, ids: np.ndarray, spans: list[tuple[int, int]]
+    ) -> list[tuple[int, int]]:
+        """The marked spans, each with the end token of its turn if the template writes it after the marks."""
+        after = {i: self._special_after(ids, span[1]) for i, span in enumerate(spans) if self._end(ids, *span)[1]}
+        wanted = {int(ids[at]) for at in after.values() if at is not None}
+        # The special token may also be the first one of the next message. What follows a turn that ends the conversation is not.
+        known = {self.tokenizer.eos_token_id}
+        for turn in reversed(range(len(messages))):
+            if wanted <= known:
+                break
+            if messages[turn]["role"] == "assistant" and _content(messages[turn]).strip():
+                is_all = turn == len(messages) - 1
+                whole, marked = (ids, spans) if is_all else self._marked(messages[: turn + 1], tools)
+                at = self._special_after(whole, marked[-1][1]) if marked else None
+                known |= set() if at is None else {int(whole[at])}
+        found = []
+        for i, (start, end) in enumerate(spans):
+            at = after.get(i)
+            found.append((start, at + 1 if at is not None and int(ids[at]) in known else end))
+        return found
+
+    def _spans_before(
+        self,
+        earlier: list[Message],
+        tools: list[Any] | None,
+        ids: np.ndarray,
+        spans: list[tuple[int, int]],
+        contents: list[str],
+    ) -> int:
+        """Number of ``spans`` in the messages ``earlier``, those before the last turn.
+
+        ids, spans: of the whole conversation. contents: of its assistant turns. Raises Refused if it is unknown.
+        """
+        if len(spans) == len(contents) and all(map(str.strip, contents)):
+            return len(spans) - 1
+        before, marked = self._marked(earlier, tools) if earlier else (ids[:0], [])
+        if len(marked) < len(spans) and (not marked or _begins(ids, before[: marked[-1][1]])):
+            return len(marked)
+        raise Refused(
+            f"the chat template marks {len(spans)} spans of tokens in {len(contents)} assistant turns, and not which of them are "
+            "the last turn's; mark each turn once, from its first token to its end"
+        )
+
+    def _marked(self, messages: list[Message], tools: list[Any] | None) -> tuple[np.ndarray, list[tuple[int, int]]]:
+        """Token ids of the conversation, and the spans that the template marks."""
         more = self.template_kwargs | ({} if tools is None else {"tools": tools})
         more |= {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
         try:
@@ -184,9 +255,7 @@ class TurnEncoder:
         except TypeError:  # as in Seams.render_calls
             found = self.tokenizer.apply_chat_template([with_text_arguments(message) for message in messages], **more)
         edges = np.flatnonzero(np.diff(found["assistant_masks"], prepend=0, append=0)).reshape(-1, 2)
-        spans = [(int(start), int(end)) for start, end in edges]
-        contents = [_content(message) for message in messages if message["role"] == "assistant"]
-        return [(np.array(found["input_ids"]), spans, contents, messages[-1]["role"] == "assistant")]
+        return np.array(found["input_ids"]), [(int(start), int(end)) for start, end in edges]
 
     def _by_prompts(self, where: str, messages: list[Message], tools: list[Any] | None, last: bool) -> list[Row]:
         """Rows from the renderings of each turn's prompt, and of the conversation up to its end."""
@@ -262,17 +331,20 @@ class TurnEncoder:
     def _end(self, ids: np.ndarray, start: int, end: int) -> tuple[int, bool]:
         """End of the turn [start, end), exclusive, and whether it has no end token.
 
-        The turn ends after its last special token; whitespace that the template writes after it does not belong to the turn. An
-        EOS directly after the span, outside the template's marks, does.
+        The turn ends after its last special token; whitespace that the template writes after it does not belong to the turn.
         """
         last = end
-        while last > start and not str(self.tokenizer.decode(ids[last - 1 : last])).strip():
+        while last > start and self._is_blank(ids[last - 1]):
             last -= 1
-        if last > start and int(ids[last - 1]) in self._special:
-            return last, False
-        if end < len(ids) and ids[end] == self.tokenizer.eos_token_id:
-            return end + 1, False
-        return end, True
+        return (last, False) if last > start and int(ids[last - 1]) in self._special else (end, True)
+
+    def _special_after(self, ids: np.ndarray, end: int) -> int | None:
+        """Position of the special token that follows ids[:end], with at most whitespace between; None if text follows."""
+        at = next((at for at in range(end, len(ids)) if not self._is_blank(ids[at])), None)
+        return at if at is not None and int(ids[at]) in self._special else None
+
+    def _is_blank(self, token: int) -> bool:
+        return not str(self.tokenizer.decode([token])).strip()
 
     @cached_property
     def is_marked(self) -> bool:

@@ -115,6 +115,16 @@ def test_response_is_the_last_turn_of_templates_with_marks(tmp_path: Path) -> No
     assert responses(data, 0) == ["c<eos>", "d<eos>"] and texts(data, 0)[0].endswith("a<eos>\n<user>b<eos>\n<assistant>c<eos>")
 
 
+def test_response_is_all_of_a_turn_that_the_template_marks_in_parts(tmp_path: Path) -> None:
+    """Two spans, and the end token outside of them."""
+    apart = "{% generation %}{{ m.content[0] }}{% endgeneration %}~{% generation %}{{ m.content[1:] }}{% endgeneration %}<eos>"
+    plain = "{{ m.content }}<eos>"
+    template = ENDED.replace(plain, f"{{% if m.role == 'assistant' %}}{apart}{{% else %}}{plain}{{% endif %}}")
+    chosen, rejected = [turn("assistant", "ab"), turn("user", "b"), turn("assistant", "cd")], [turn("assistant", "ef")]
+    data = dataset(tmp_path, {"prompt": [turn("user", "p")], "chosen": chosen, "rejected": rejected}, template=template)
+    assert responses(data, 0) == ["c~d<eos>", "e~f<eos>"]
+
+
 def test_whole_texts(tmp_path: Path) -> None:
     data = dataset(tmp_path, {"chosen": "q: a", "rejected": "q: b"}, prompt_key=None)
     assert texts(data, 0) == ["q: a<eos>", "q: b<eos>"]

@@ -22,6 +22,10 @@ MARKED = (
     "{% generation %}{{ m.content }}{{ end }}{% endgeneration %}{% else %}{{ m.content }}{{ end }}{% endif %}"
     "{{ line }}{% endfor %}"
 )
+OUTSIDE = MARKED.replace("{{ end }}{% endgeneration %}", "{% endgeneration %}{{ end }}")
+APART = OUTSIDE.replace(
+    "{{ m.content }}{% end", "{{ m.content[0] }}{% endgeneration %}~{% generation %}{{ m.content[1:] }}{% end"
+)
 # Like Qwen3 (empty thoughts in the last turn only), Phi-3 (EOS after the conversation) and GPT-OSS (other last end token).
 QWEN3 = (
     ENDED.replace("{{ m.content }}", "{% if loop.last and m.role == 'assistant' %}<think></think>{% endif %}{{ m.content }}")
@@ -83,10 +87,51 @@ def test_assistant_turns_and_their_ends_are_trained(tmp_path: Path, template: st
     assert reader.decode(turns.up_to_the_end()) == text.removesuffix("\n")
 
 
-def test_eos_outside_of_the_marks_belongs_to_the_turn(tmp_path: Path) -> None:
-    reader = tokenizer(MARKED.replace("{{ end }}{% endgeneration %}", "{% endgeneration %}{{ end }}"))
+@pytest.mark.parametrize("end", ["<eos>", "<end>", " <end>"])
+def test_end_token_outside_of_the_marks_belongs_to_the_turn(tmp_path: Path, end: str) -> None:
+    reader = tokenizer(OUTSIDE, end=end)
+    reader.add_special_tokens({"additional_special_tokens": ["<end>"]})
+    first, second = encode(tmp_path, reader, CHAT, CHAT[:-1])
+    assert trained(reader, first) == [f"hello{end}", f"no{end}"] and trained(reader, second) == [f"hello{end}"]
+    assert reader.decode(first.ids) == reader.apply_chat_template(CHAT, tokenize=False)
+    assert (first.n_open, second.n_open) == (0, 0)
+
+
+def test_start_of_the_next_message_is_not_the_end_of_a_turn(tmp_path: Path) -> None:
+    """The template ends no turn, and a role begins with a special token. EOS follows the last turn, not its newline."""
+    reader = tokenizer(MARKED, end="")
+    reader.add_special_tokens({"additional_special_tokens": ["<|user|>"]})
+    first, second = encode(tmp_path, reader, CHAT, CHAT[:-1])
+    assert trained(reader, first) == ["hello", "no<eos>"] and trained(reader, second) == ["hello"]
+    assert reader.decode(first.ids) == reader.apply_chat_template(CHAT, tokenize=False).removesuffix("\n") + "<eos>"
+    assert (first.n_open, second.n_open) == (1, 1)
+
+
+def test_text_between_the_marks_and_the_end_of_a_turn_raises(tmp_path: Path) -> None:
+    reader = tokenizer(OUTSIDE, end="</a><eos>")
+    with pytest.raises(
+        ValueError, match=r"row 0: the chat template writes '</a><eos>' after the tokens .* it marks, so it is not"
+    ):
+        encode(tmp_path, reader, CHAT)
+
+
+def test_last_turn_of_several_marked_spans_begins_with_the_first(tmp_path: Path) -> None:
+    reader = tokenizer(APART, end="<end>")
     (turns,) = encode(tmp_path, reader, CHAT)
-    assert trained(reader, turns) == ["hello<eos>", "no<eos>"] and turns.n_open == 0
+    assert trained(reader, turns) == ["h", "ello<end>", "n", "o<end>"] and turns.n_open == 0
+    for chat, response in ((CHAT, "n~o<end>"), (CHAT[1:3], "h~ello<end>"), ([*CHAT[:2], CHAT[4]], "n~o<end>")):
+        (row,) = TurnEncoder(reader, {}).chat("row 0", chat, last=True)
+        assert reader.decode(row.up_to_the_end()[row.last_turn() :]) == response
+
+
+def test_spans_that_may_be_of_any_turn_raise_if_the_last_turn_is_asked_for() -> None:
+    """The earlier turn has a span more where it is not followed by another one."""
+    marked = "{% generation %}{{ m.content }}{{ end }}{% endgeneration %}"
+    either = f"{{% if m is sameas messages[-1] or messages | length == 4 %}}{marked}~{{% endif %}}{marked}"
+    reader = tokenizer(MARKED.replace(marked, either), end="<end>")
+    assert trained(reader, TurnEncoder(reader, {}).chat("row 0", CHAT)[0]) == ["hello<end>", "no<end>", "no<end>"]
+    with pytest.raises(ValueError, match="row 0: the chat template marks 3 spans of tokens in 2 assistant turns, and not which"):
+        TurnEncoder(reader, {}).chat("row 0", CHAT, last=True)
 
 
 def test_eos_ends_the_last_turn_if_the_template_ends_none(tmp_path: Path) -> None:
