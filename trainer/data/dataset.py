@@ -21,6 +21,7 @@ from trainer.data.encoding import (
     Messages,
     Refused,
     SizeCache,
+    check_token,
     encode,
     encode_all,
     of_file,
@@ -162,10 +163,8 @@ class PromptDataset:
     def check_tokens(self, vocab_size: int) -> None:
         """Raise ValueError, naming the row, if a prompt contains a token outside the model's vocabulary."""
         for i in np.flatnonzero(self._largest_ids >= vocab_size)[:1].tolist():
-            raise ValueError(
-                f"{self._rows.where(self._uids[i])}: the prompt contains token {self._largest_ids[i]}, and the model's "
-                f"vocabulary has {vocab_size}; set actor_rollout_ref.model.tokenizer_path to the model's tokenizer"
-            )
+            where = self._rows.where(self._uids[i])
+            check_token(where, "the prompt", self._largest_ids[i], vocab_size, "actor_rollout_ref.model")
 
     def row(self, index: int) -> dict[str, Any]:
         """The unmodified row of the file for the prompt at ``index``."""

@@ -147,6 +147,18 @@ def token_ids(tokenizer: PreTrainedTokenizerBase, texts: list[str], *, special: 
     return [np.array(row, dtype=np.int32) for row in rows]
 
 
+def check_token(where: str, what: str, token: int, vocab_size: int, key: str) -> None:
+    """Raise ValueError, one line, if the largest token of the data at ``where`` is not in the model's vocabulary.
+
+    what: subject of the message. key: configuration key of the model.
+    """
+    if token >= vocab_size:
+        raise ValueError(
+            f"{where}: {what} contains token {token}, and the model's vocabulary has {vocab_size}; set {key}.tokenizer_path to "
+            "the model's tokenizer"
+        )
+
+
 class SizeCache:
     """File with the number of tokens and the largest token id of each prompt of a data set, in the user's cache directory.
 

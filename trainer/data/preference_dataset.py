@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from trainer.algorithms.losses.preference_losses import CHOSEN, REJECTED
-from trainer.data.encoding import Truncation, truncate
+from trainer.data.encoding import Truncation, check_token, truncate
 from trainer.data.files import Rows
 from trainer.data.turns import TurnEncoder, Turns
 from workers.batch import Batch
@@ -112,6 +112,11 @@ class PreferenceDataset:
 
     def __len__(self) -> int:
         return len(self.margins)
+
+    def check_tokens(self, vocab_size: int, key: str) -> None:
+        """Raise ValueError, naming a row, if a token is outside the vocabulary of the model that ``key`` configures."""
+        largest, row = max((int(ids.max()), row) for column in self._sides.values() for row, ids in enumerate(column))
+        check_token(self._rows.where(row), "it", largest, vocab_size, key)
 
     def batch(self, indices: Sequence[int]) -> Batch:
         """Batch of P = len(indices) pairs, B = 2 P rows: each chosen response followed by its rejected one.

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from trainer.data.encoding import Truncation, truncate
+from trainer.data.encoding import Truncation, check_token, truncate
 from trainer.data.files import Rows
 from trainer.data.turns import TurnEncoder, Turns
 from workers.batch import Batch
@@ -61,6 +61,7 @@ class SFTDataset:
         self.whole: list[bool] = []
         """For each unit, whether truncation has left all its trained tokens."""
         n_truncated = 0
+        largest = -1, 0
         for row in self._rows:
             unit, n_lost = [], 0
             for turns in encoded[row]:
@@ -79,8 +80,10 @@ class SFTDataset:
                     mask[0] = False
                     n_lost += before - mask.sum()
                 unit.append((ids, mask))
+                largest = max(largest, (int(ids.max()), row))
             self._units.append(unit)
             self.whole.append(n_lost == 0)
+        self._largest, self._with_largest = largest[0], rows.where(largest[1])
         masks = [mask for unit in self._units for _, mask in unit]
         untrained = sum(not mask.any() for mask in masks)
         self.notices = (
@@ -98,6 +101,10 @@ class SFTDataset:
 
     def __len__(self) -> int:
         return len(self._units)
+
+    def check_tokens(self, vocab_size: int, key: str) -> None:
+        """Raise ValueError, naming a row, if a token is outside the vocabulary of the model that ``key`` configures."""
+        check_token(self._with_largest, "it", self._largest, vocab_size, key)
 
     def batch(self, indices: Sequence[int]) -> Batch:
         """Batch of these units, in order: B = len(indices) rows, or more for conversations of several rows.

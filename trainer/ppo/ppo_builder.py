@@ -251,8 +251,11 @@ class Assembly:
         self.order, self.total_steps = harness.data_order(config, len(self.data))
         actor = config.actor_rollout_ref.actor
         self.ptx = ptx_stream(data, actor.ptx_coef, actor.ptx_ratio, tokenizer, self.order.seed)
+        vocabulary = vocab_size(config.actor_rollout_ref.model)
         for prompts in (self.data, self.held_out):
-            prompts.check_tokens(vocab_size(config.actor_rollout_ref.model))
+            prompts.check_tokens(vocabulary)
+        if self.ptx is not None:
+            self.ptx.data.check_tokens(vocabulary, "actor_rollout_ref.model")
         if needs_data_sources(config.reward):
             check_data_sources(self.data.data_sources | self.held_out.data_sources)
         texts = () if self.ptx is None else self.ptx.data.notices

@@ -42,8 +42,8 @@ class DPOTask(Task):
         self.model: ModelConfig = config.model
         self.loss = LossSpec("trainer.algorithms.losses.preference_losses:DPOLoss", config.loss)
         data = config.data
-        self._data = read_pairs(data, data.train_files, tokenizer, None)
-        self._held_out = read_pairs(data, data.val_files, tokenizer, None) if is_ever(config.trainer.test_freq) else None
+        self._data = read_pairs(config, data.train_files, tokenizer, None)
+        self._held_out = read_pairs(config, data.val_files, tokenizer, None) if is_ever(config.trainer.test_freq) else None
         self.notices = [*self._data.notices, *(self._held_out.notices if self._held_out is not None else ())]
         # Sums of the reference's log-probs, float64 (P, 2): chosen, rejected. NaN where no remaining step needs them.
         self._reference = torch.full((len(self._data), 2), torch.nan, dtype=torch.float64)

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from configs.schema.common import ModelConfig, is_ever
-from configs.schema.supervised import PreferenceDataConfig, RewardModelConfig, SFTConfig
+from configs.schema.supervised import DPOConfig, RewardModelConfig, SFTConfig
 from trainer.algorithms.losses.preference_losses import CHOSEN, accuracy, calibration_error, pair_losses
 from trainer.algorithms.segments import group_ids, sum_by
 from trainer.algorithms.weights import token_weights
@@ -88,7 +88,7 @@ class SFTTask(Task):
 
     def _read(self, files: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> SFTDataset:
         data = self.config.data
-        return SFTDataset(
+        found = SFTDataset(
             files,
             tokenizer,
             messages_key=data.messages_key,
@@ -99,6 +99,8 @@ class SFTTask(Task):
             truncation=data.truncation,
             apply_chat_template_kwargs=data.apply_chat_template_kwargs,
         )
+        found.check_tokens(vocab_size(self.model), "model")
+        return found
 
     def __len__(self) -> int:
         return len(self._data)
@@ -145,8 +147,8 @@ class RewardModelTask(Task):
         self.model = with_padding(config.model, tokenizer)
         self.loss = LossSpec("trainer.algorithms.losses.preference_losses:BradleyTerryLoss", config.loss)
         margin_key = config.data.margin_key
-        self._data = read_pairs(config.data, config.data.train_files, tokenizer, margin_key)
-        self._held_out = read_pairs(config.data, config.data.val_files, tokenizer, margin_key) if config.data.val_files else None
+        self._data = read_pairs(config, config.data.train_files, tokenizer, margin_key)
+        self._held_out = read_pairs(config, config.data.val_files, tokenizer, margin_key) if config.data.val_files else None
         self.notices = [*self._data.notices, *(self._held_out.notices if self._held_out is not None else ())]
         # (step, scores): validation and a checkpoint after the same step need the same scores.
         self._scored: tuple[int, Tensor] | None = None
@@ -191,10 +193,11 @@ class RewardModelTask(Task):
 
 
 def read_pairs(
-    data: PreferenceDataConfig, files: Sequence[str], tokenizer: PreTrainedTokenizerBase, margin_key: str | None
+    config: RewardModelConfig | DPOConfig, files: Sequence[str], tokenizer: PreTrainedTokenizerBase, margin_key: str | None
 ) -> PreferenceDataset:
-    """The pairs of these files, as the configuration reads them."""
-    return PreferenceDataset(
+    """The pairs of these files, as the configuration reads them. Raises ValueError for tokens that the model does not have."""
+    data = config.data
+    found = PreferenceDataset(
         files,
         tokenizer,
         prompt_key=data.prompt_key,
@@ -205,6 +208,8 @@ def read_pairs(
         truncation=data.truncation,
         apply_chat_template_kwargs=data.apply_chat_template_kwargs,
     )
+    found.check_tokens(vocab_size(config.model), "model")
+    return found
 
 
 def chunks_of_pairs(n: int) -> list[range]:

@@ -154,6 +154,16 @@ def test_invalid_pairs_raise(tmp_path: Path) -> None:
         dataset(tmp_path, preference_row("1", "a", "b"), chosen_key="better")
 
 
+def test_token_outside_the_vocabulary_raises_with_its_row(tmp_path: Path) -> None:
+    data = dataset(tmp_path, preference_row("1", "a", "b"), preference_row("1", "a", "~"), preference_row("1", "c", "a"))
+    largest = int(data.batch([1]).tokens["input_ids"].max())
+    data.check_tokens(largest + 1, "model")
+    with pytest.raises(
+        ValueError, match=rf"row 1: it contains token {largest}, .* has {largest}; set model\.tokenizer_path to the"
+    ):
+        data.check_tokens(largest, "model")
+
+
 def test_identical_responses_are_reported(tmp_path: Path) -> None:
     data = dataset(tmp_path, preference_row("1", "a", "a"), preference_row("1", "a", "b"))
     assert data.notices == ["1 of 2 pairs have identical chosen and rejected responses, which give no gradient"]

@@ -86,6 +86,16 @@ def test_the_first_token_is_never_trained(make: Any) -> None:
     assert trained(data, 0) == ("cdef<eos>", "def<eos>") and data.whole == [False]
 
 
+def test_token_outside_the_vocabulary_raises_with_its_row(make: Any) -> None:
+    data = make(("a", "b"), ("a", "~b"), ("a", "c"))
+    largest = int(data.batch([1]).tokens["input_ids"].max())
+    data.check_tokens(largest + 1, "model")
+    with pytest.raises(
+        ValueError, match=rf"row 1: it contains token {largest}, .* has {largest}; set model\.tokenizer_path to the"
+    ):
+        data.check_tokens(largest, "model")
+
+
 def test_tokenizer_without_eos_raises(tmp_path: Path) -> None:
     tokenizer = byte_tokenizer()
     tokenizer.eos_token = None

@@ -8,6 +8,7 @@ from configs.compose import compose
 from configs.schema.supervised import SFTConfig
 from data_preprocess.writer import sft_row, write
 from tests.runs import make_task, metrics_of
+from tests.tiny import save_tiny_model
 from tests.trainer.data.tokenizers import byte_tokenizer
 from trainer import main_sft
 from trainer.supervised.tasks import SFTTask
@@ -40,7 +41,9 @@ def test_truncated_responses_are_not_measured(tmp_path: Path) -> None:
     """Of a response that is cut, the rest is more probable; one that is cut away would have the probability 1."""
     pairs = [("1", "2"), ("1", "23456789"), ("123456789", "2")]
     file = write([sft_row(*pair) for pair in pairs], str(tmp_path), "sft")
-    words = [f"data.train_files={file}", f"data.val_files={file}", "model.path=m", "trainer.test_freq=1", "data.truncation=right"]
+    model = save_tiny_model(tmp_path / "model", vocab_size=len(byte_tokenizer()))
+    files = [f"data.train_files={file}", f"data.val_files={file}"]
+    words = [*files, f"model.path={model}", "trainer.test_freq=1", "data.truncation=right"]
 
     def probability(max_length: int) -> float:
         config = compose("sft_trainer", SFTConfig, [*words, f"data.max_length={max_length}"])

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
@@ -9,12 +10,21 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
+from configs.compose import compose
+from configs.schema.supervised import DPOConfig, RewardModelConfig, SFTConfig
 from data_preprocess import sort_digits
 from tests.runs import make_task, metrics_of, repeatable
 from tests.tiny import model_config
 from trainer import main_export, main_reward_model
 from trainer.rewards.models.reward_models import STATISTICS
-from trainer.supervised.tasks import with_padding
+from trainer.supervised.dpo_task import DPOTask
+from trainer.supervised.tasks import RewardModelTask, SFTTask, with_padding
+
+PROGRAMS: list[Any] = [
+    ("sft_trainer", SFTConfig, SFTTask, "sft"),
+    ("reward_model_trainer", RewardModelConfig, RewardModelTask, "preferences"),
+    ("dpo_trainer", DPOConfig, DPOTask, "preferences"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -76,6 +86,23 @@ def test_padding_token_is_the_tokenizers_unless_it_is_eos(task: Path, tmp_path: 
     assert with_padding(model, tokenizer) == model
     tokenizer.add_special_tokens({"pad_token": "<beyond the vocabulary>"})
     assert with_padding(model, tokenizer) == model
+
+
+@pytest.mark.parametrize("split", ["train", "val"])
+@pytest.mark.parametrize(("program", "kind", "make", "data"), PROGRAMS, ids=[program for program, *_ in PROGRAMS])
+def test_tokens_that_the_model_does_not_have_are_refused_before_it_is_loaded(
+    task: Path, tmp_path: Path, program: str, kind: Any, make: Any, data: str, split: str
+) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(task / "base")
+    tokenizer.add_tokens(["@"])
+    row = {"prompt": "1", "chosen": "2", "response": "@", "rejected": "@"}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    files = [f"data.train_files={task}/{data}.parquet", f"data.val_files={task}/{data}.parquet", "trainer.test_freq=1"]
+    words = [*files, f"data.{split}_files={tmp_path}/rows.jsonl", f"model.path={task}/base", "data.prompt_key=prompt"]
+    with pytest.raises(
+        ValueError, match=rf"rows\.jsonl, row 0: it contains token {len(tokenizer) - 1}, and the model's vocabulary has \d+; set"
+    ):
+        make(compose(program, kind, words), tokenizer)
 
 
 def test_statistics_are_of_the_training_pairs_without_held_out_pairs(task: Path, tmp_path: Path) -> None:
