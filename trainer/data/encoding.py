@@ -31,7 +31,7 @@ Messages = str | list[Message]
 """Plain text, used verbatim, or messages {role, content} for the chat template."""
 Encoded = tuple[str, np.ndarray]
 """Rendered prompt and its token ids, int32 (n,)."""
-RENDERING = 2  # part of a cache's name: it grows when prompts are rendered otherwise than before
+RENDERING = 3  # part of a cache's name: it grows when prompts are rendered otherwise than before
 Truncation = Literal["error", "left", "right", "middle"]
 
 
@@ -79,6 +79,8 @@ def _rendered(tokenizer: PreTrainedTokenizerBase, prompt: Messages, template_kwa
     """``render``, of messages with calls as conversations are rendered (Seams.render_calls)."""
     if not isinstance(prompt, str | list):
         raise Refused(f"the prompt is {reprlib.repr(prompt)}, neither a text nor a list of messages; remove the row")
+    if isinstance(prompt, list):
+        _check_messages(prompt)
     messages = of_file(prompt)
     if messages is prompt or isinstance(messages, str):
         return render(tokenizer, prompt, template_kwargs)
@@ -87,6 +89,20 @@ def _rendered(tokenizer: PreTrainedTokenizerBase, prompt: Messages, template_kwa
     except (TypeError, AttributeError) as error:  # a value that JSON has not, or a call that is no object
         raise Refused(f"its calls cannot be read: {error}; change {reprlib.repr(prompt)}") from error
     return render_calls(tokenizer, values, template_kwargs)
+
+
+def _check_messages(messages: list[Any]) -> None:
+    """Raise Refused, naming the message, for one without role or text: templates render any value, such as null, as some text."""
+    if not messages:
+        raise Refused("the prompt has no message; remove the row")
+    for i, message in enumerate(messages):
+        if not isinstance(message, dict):
+            raise Refused(f"message {i}: it is {reprlib.repr(message)}; expected a message {{role, content}}")
+        role, content = message.get("role"), message.get("content")
+        if not isinstance(role, str):
+            raise Refused(f"message {i}: the role is {role!r}; must be text, such as user")
+        if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
+            raise Refused(f"message {i}: the content is a {type(content).__name__}; only text is supported")
 
 
 def of_file(prompt: Messages) -> Messages:

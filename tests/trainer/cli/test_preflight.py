@@ -99,7 +99,7 @@ LATE = [
     (f"{KEY}.reward_kwargs={{ground_truth:1}}", f"{KEY}.reward_kwargs: ground_truth is passed with every response"),
     ("data.max_prompt_length=2", "16 of 16 prompts are longer than data.max_prompt_length=2 tokens"),
     ("data.max_prompt_length=2 data.filter_overlong_prompts=true", "data.filter_overlong_prompts leaves no prompt"),
-    ("data.train_files={task}/nothing_asked.parquet", "nothing_asked.parquet, row 0: the chat template rejects it: "),
+    ("data.train_files={task}/nothing_asked.parquet", "nothing_asked.parquet, row 0: the prompt has no message; "),
     (f"{MODEL}.path={{task}}/unknown_kind", "model.path={task}/unknown_kind: "),
     (f"{MODEL}.tokenizer_path={{task}}/other_words", f"{MODEL}.tokenizer_path"),
     (f"{MODEL}.path={{task}}/no_template", "{task}/no_template has no chat template"),

@@ -164,6 +164,13 @@ def test_rows_without_a_ground_truth_are_counted_unless_none_has_one(tmp_path: P
         assert PromptDataset([str(file)], TOKENIZER, data_config(), max_samples=-1, seed=0).notices == tuple(notices)
 
 
+def test_message_that_is_no_text_raises_with_its_row(make: Any) -> None:
+    given = rows([12, 13])
+    given[1]["prompt"][0]["content"] = None
+    with pytest.raises(ValueError, match=r"^\S+part0\S+, row 1: message 0: the content is a NoneType; only text is supported$"):
+        make(given)
+
+
 def test_token_outside_the_vocabulary_raises_with_its_row(make: Any) -> None:
     data = make(rows([3, 5, 4]))
     largest = [max(prompt.prompt_ids) for prompt in iter_prompts(data)]

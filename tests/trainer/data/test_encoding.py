@@ -1,3 +1,4 @@
+import re
 import subprocess
 import sys
 from typing import Any
@@ -91,6 +92,31 @@ def test_prompts_with_calls_are_rendered_as_conversations_are() -> None:
     assert encode(strict, [of_parquet], {})[0][0] == text
     wants_text = byte_tokenizer(chat_template=CALLING.replace("arguments | tojson", "arguments + '!'"))
     assert encode(wants_text, [messages], {})[0][0] == '<user>U<assistant>[{"a": 1}!]<a>'
+
+
+NOT_MESSAGES = {
+    "the prompt has no message": [],
+    "message 1: it is 'b'; expected a message {role, content}": [CHAT[0], "b"],
+    "message 0: it is 5; expected a message {role, content}": [5, 6],
+    "message 0: the role is None; must be text, such as user": [{"content": "U"}],
+    "message 1: the role is 1; must be text, such as user": [CHAT[0], {"role": 1, "content": "U"}],
+    "message 0: the content is a NoneType; only text is supported": [{"role": "user"}],
+    "message 1: the content is a NoneType; only text is supported": [
+        CHAT[0],
+        {"role": "user", "content": None, "tool_calls": []},
+    ],
+    "message 0: the content is a int; only text is supported": [{"role": "user", "content": 5}],
+    "message 0: the content is a list; only text is supported": [{"role": "user", "content": [{"type": "text", "text": "hi"}]}],
+}
+
+
+@pytest.mark.parametrize("words", NOT_MESSAGES)
+def test_messages_without_role_or_text_are_refused(words: str) -> None:
+    """Templates would render them as some text: None, a Python list, nothing."""
+    lenient = byte_tokenizer(chat_template="{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<a>")
+    prompts: list[Any] = [CHAT, NOT_MESSAGES[words]]
+    with pytest.raises(Refused, match=f"^{re.escape(words)}"):
+        encode(lenient, prompts, {})
 
 
 @pytest.mark.parametrize("prompt", [None, 5, [{"role": "user", "content": "U", "tool_calls": [5], "name": b"x"}]])
