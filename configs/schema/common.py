@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, NamedTuple, Protocol
 
-from annotated_types import Ge, Gt, Le
+from annotated_types import Ge, Gt, Le, Lt
 
 from configs.base.keys import Follows
 
@@ -20,6 +20,7 @@ NonNegativeFloat = Annotated[float, Ge(0.0)]
 PositiveFloat = Annotated[float, Gt(0.0)]
 Fraction = Annotated[float, Ge(0.0), Le(1.0)]
 PositiveFraction = Annotated[float, Gt(0.0), Le(1.0)]
+Beta = Annotated[float, Ge(0.0), Lt(1.0)]
 Dtype = Literal["float32", "bfloat16", "float16", "float64"]
 AggMode = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 # A trailing + computes the value of the estimator with the gradient of k2; kl, mse and low_var_kl are verl's names of k1, k2 and
@@ -113,7 +114,7 @@ class TokenizedModelConfig(ModelConfig):
 @dataclass(slots=True, kw_only=True, frozen=True)
 class OptimConfig:
     lr: NonNegativeFloat
-    betas: tuple[Fraction, Fraction]
+    betas: tuple[Beta, Beta]
     weight_decay: NonNegativeFloat
     lr_scheduler_type: Literal["constant", "cosine", "linear", "wsd"]
     # -1 selects lr_warmup_steps_ratio; 0 disables the warm-up.

@@ -87,3 +87,11 @@ def test_keys_that_another_key_makes_unused_are_reported(words: list[str], unuse
     notes = check_sft(config, typed)
     assert [note.partition(" has no effect: ")[0] for note in notes] == ([] if unused is None else [unused])
     assert check_sft(config, ()) == []
+
+
+def test_betas_that_adamw_rejects_are_found_before_workers_start() -> None:
+    for betas, wrong in (
+        ("[1.0,0.9]", "0=1.0: must be less than 1"),
+        ("[0.9,-0.1]", "1=-0.1: must be greater than or equal to 0"),
+    ):
+        assert dpo_lines(f"optim.betas={betas}") == [f"error: optim.betas.{wrong}"]
