@@ -155,10 +155,18 @@ def _encode(tokenizer: PreTrainedTokenizerBase, template_kwargs: dict[str, Any],
 
 
 def token_ids(tokenizer: PreTrainedTokenizerBase, texts: list[str], *, special: bool) -> list[np.ndarray]:
-    """Token ids of each text, int32 (n,), with the tokenizer's special tokens added if ``special``."""
+    """Token ids of each text, int32 (n,), with the tokenizer's special tokens added if ``special``.
+
+    Raises Refused for a text with a lone surrogate.
+    """
     if not texts:
         return []
-    rows = tokenizer(texts, add_special_tokens=special, return_attention_mask=False, verbose=False)["input_ids"]
+    try:
+        rows = tokenizer(texts, add_special_tokens=special, return_attention_mask=False, verbose=False)["input_ids"]
+    except TypeError as error:
+        if problem := next(filter(None, map(lone_surrogate, texts)), None):
+            raise Refused(problem) from error
+        raise
     # Arrays need a tenth of the memory of lists of Python integers; all prompts of a run are held at once.
     return [np.array(row, dtype=np.int32) for row in rows]
 
@@ -173,6 +181,15 @@ def check_token(where: str, what: str, token: int, vocab_size: int, key: str) ->
             f"{where}: {what} contains token {token}, and the model's vocabulary has {vocab_size}; set {key}.tokenizer_path to "
             "the model's tokenizer"
         )
+
+
+def lone_surrogate(text: str) -> str | None:
+    """Part of a message if the text has half of a surrogate pair, which JSON allows and tokenizers do not; else None."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        return f"character {error.start} is {text[error.start]!a}, half of a surrogate pair, which is no text; replace it"
+    return None
 
 
 class SizeCache:

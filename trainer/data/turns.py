@@ -23,7 +23,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from jinja2 import TemplateError
 
-from trainer.data.encoding import Message, Messages, Refused, encode, parsed, token_ids, with_text_arguments, without_null
+from trainer.data.encoding import (
+    Message,
+    Messages,
+    Refused,
+    encode,
+    lone_surrogate,
+    parsed,
+    token_ids,
+    with_text_arguments,
+    without_null,
+)
 from trainer.data.processes import in_processes
 from trainer.data.seam import Break, Seams, appended
 
@@ -100,6 +110,9 @@ class TurnEncoder:
                 self._check_prompt(where, messages)
             raise
         answers = [answer for _, _, answer in placed]
+        for where, _, answer in placed:
+            if problem := lone_surrogate(answer):
+                raise ValueError(f"{where}: the response: {problem}")
         found = []
         for (_, prompt), answer, ids in zip(encoded, answers, token_ids(self.tokenizer, answers, special=False), strict=True):
             whole = np.concatenate([prompt, ids, [self.tokenizer.eos_token_id]]).astype(np.int64)
@@ -378,6 +391,8 @@ def _checked_messages(where: str, messages: Any) -> list[Message]:
             content = ""  # As the agents write it: some templates reject null.
         if not isinstance(content, str):
             raise ValueError(f"{here}: the content is a {type(content).__name__}; only text is supported")
+        if problem := lone_surrogate(content):
+            raise ValueError(f"{here}: {problem}")
         # Images or reasoning fields would be dropped silently, and another conversation trained.
         if more := sorted(kept.keys() - {"role", "content", *OPTIONAL[role]}):
             raise ValueError(f"{here}: has {', '.join(more)} besides role and content; only text and tool calls are supported")

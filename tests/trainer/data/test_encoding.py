@@ -94,6 +94,12 @@ def test_prompts_with_calls_are_rendered_as_conversations_are() -> None:
     assert encode(wants_text, [messages], {})[0][0] == '<user>U<assistant>[{"a": 1}!]<a>'
 
 
+@pytest.mark.parametrize("prompt", ["ab\ud800", [{"role": "user", "content": "\udc00"}]])
+def test_half_of_a_surrogate_pair_is_refused(prompt: Any) -> None:
+    with pytest.raises(Refused, match=r"^character \d is '\\ud[8c]00', half of a surrogate pair, which is no text; replace it$"):
+        encode(byte_tokenizer(), [CHAT, "é", prompt], {})
+
+
 NOT_MESSAGES = {
     "the prompt has no message": [],
     "message 1: it is 'b'; expected a message {role, content}": [CHAT[0], "b"],

@@ -1,3 +1,4 @@
+import json
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,11 @@ SETTINGS: dict[str, Any] = {
     "truncation": "error",
     "apply_chat_template_kwargs": {},
 }
+
+CHAT = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "bc"}]
+ENDED = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}<eos>{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
 
 
 @pytest.fixture
@@ -96,18 +102,29 @@ def test_token_outside_the_vocabulary_raises_with_its_row(make: Any) -> None:
         data.check_tokens(largest, "model")
 
 
+@pytest.mark.parametrize(
+    ("row", "what"),
+    [
+        ({"prompt": "a\ud800", "response": "b"}, "row 1: character 1 is"),
+        ({"prompt": [{"role": "user", "content": "\ud800"}], "response": "b"}, "row 1: character 6 is"),
+        ({"prompt": "a", "response": "b\ud800"}, "row 1: the response: character 1 is"),
+        ({"messages": [CHAT[0], CHAT[1] | {"content": "\ud800"}]}, "row 1, message 1: character 0 is"),
+    ],
+)
+def test_half_of_a_surrogate_pair_raises_with_its_row(tmp_path: Path, row: dict[str, Any], what: str) -> None:
+    keys = {"messages_key": "messages"} if "messages" in row else {}
+    good = {"messages": CHAT, "prompt": "a", "response": "b"}
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(each) + "\n" for each in (good, row)))
+    with pytest.raises(ValueError, match=rf"rows\.jsonl, {what} '\\ud800', half of a surrogate pair"):
+        SFTDataset([str(tmp_path / "rows.jsonl")], byte_tokenizer(chat_template=ENDED), **(SETTINGS | keys))
+
+
 def test_tokenizer_without_eos_raises(tmp_path: Path) -> None:
     tokenizer = byte_tokenizer()
     tokenizer.eos_token = None
     path = write([sft_row("a", "b")], str(tmp_path), "sft")
     with pytest.raises(ValueError, match="no EOS token"):
         SFTDataset([str(path)], tokenizer, **SETTINGS)
-
-
-CHAT = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "bc"}]
-ENDED = (
-    "{% for m in messages %}<{{ m.role }}>{{ m.content }}<eos>{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
-)
 
 
 def conversations(folder: Path, *chats: list[dict[str, str]], template: str = ENDED, **changes: Any) -> SFTDataset:
