@@ -102,6 +102,8 @@ def break_models(folder: Path) -> None:
         return folder / name
 
     (folder / "nothing").mkdir()
+    (folder / "adapter").mkdir()
+    (folder / "adapter/adapter_config.json").write_text("{}")
     copy("no_config", "config.json")
     copy("no_weights", "*.safetensors")
     (copy("pickled", "*.safetensors") / "pytorch_model.bin").write_bytes(b"")

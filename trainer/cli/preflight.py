@@ -4,9 +4,11 @@ They run before anything heavy is imported or started. Problems that only readin
 is too long, are left to the code that reads it.
 """
 
+import os
 from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from pathlib import Path
 
+from configs.base.locks import check_writable
 from configs.required import UNSET, unset_keys
 from configs.reward_models import model_key, reward_models
 from configs.schema.common import RunConfig, TokenizedModelConfig, is_ever
@@ -135,6 +137,21 @@ def _supervised(config: SupervisedConfig, columns: Sequence[str], set_by: str) -
     if config.data.val_files and (is_ever(config.trainer.test_freq) or isinstance(config, RewardModelConfig)):
         yield from _files("data.val_files", config.data.val_files, columns, set_by)
     yield from _resume(config.trainer)
+    yield from _export(config)
+
+
+def _export(config: SupervisedConfig) -> Iterator[str]:
+    """The directory of the exported model, which is written after training."""
+    if (target := config.trainer.export_dir) is None:
+        return
+    here = f"trainer.export_dir={target}"
+    for key, path in (("model.path", config.model.path), ("model.lora_adapter_path", config.model.lora_adapter_path)):
+        if path is not None and os.path.realpath(path) == os.path.realpath(target):
+            yield f"{here}: {key} is the same directory, and its weights would be overwritten; name another directory"
+            return
+    yield from _problems(check_writable, Path(target), "trainer.export_dir")
+    if os.path.exists(file := os.path.join(target, "adapter_config.json")):
+        yield f"{here}: {file} is of an adapter, with which transformers could not load the model; name another directory"
 
 
 def _model(key: str, model: TokenizedModelConfig) -> Iterator[str]:

@@ -149,6 +149,20 @@ OTHERS = [
         "sft trainer.resume_mode=resume_path trainer.resume_from_path=gone",
         "trainer.resume_from_path=gone: no such directory",
     ),
+    ("sft trainer.export_dir={task}/reward.py", "trainer.export_dir={task}/reward.py: {task}/reward.py is a file; choose a dir"),
+    ("dpo trainer.export_dir={task}/reward.py/new", "trainer.export_dir={task}/reward.py/new: {task}/reward.py is a file"),
+    (
+        "reward_model model.path={task}/base trainer.export_dir={task}/gone/../base/",
+        "trainer.export_dir={task}/gone/../base/: model.path is the same directory, and its weights would be overwritten",
+    ),
+    (
+        "sft model.lora_adapter_path={task}/adapter trainer.export_dir={task}/adapter",
+        "trainer.export_dir={task}/adapter: model.lora_adapter_path is the same directory",
+    ),
+    (
+        "sft trainer.export_dir={task}/adapter",
+        "trainer.export_dir={task}/adapter: {task}/adapter/adapter_config.json is of an adapter, with which transformers could",
+    ),
     ("reward_model model.path={task}/no_tokenizer", "model.path={task}/no_tokenizer: no tokenizer there"),
     (
         "reward_model model.path={task}/base data.train_files={task}/preferences.parquet data.margin_key=gap",
