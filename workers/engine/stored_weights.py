@@ -130,10 +130,31 @@ class StoredWeights:
             if name in self:
                 first.setdefault(id(tensor), name)
         self._stands_for = {name: first[id(tensor)] for name, tensor in state.items() if id(tensor) in first}
+        # Stored more than once: pairs of the name that is read and one that is not.
+        pairs = [(kept, name) for name, kept in self._stands_for.items() if name != kept]
+        self._ignored = [pair for pair in pairs if all(name in self._blocks for name in pair)]
         self.missing = sorted(state.keys() - self._stands_for.keys())
 
     def __contains__(self, name: str) -> bool:
         return name in self._blocks or name in self._converted
+
+    def check_ties(self) -> None:
+        """Raise ValueError if a tied weight is stored under two names with different values: only one is read.
+
+        transformers would not tie such weights. Both are read, a piece at a time; the result is the same on every rank.
+        """
+        for kept, name in self._ignored:
+            one, other = self._blocks[kept], self._blocks[name]
+            n, dtype = sum(block.numel for block in one), torch.promote_types(one[0].dtype, other[0].dtype)
+            for start in range(0, n, PIECE // dtype.itemsize):
+                pair = [torch.empty(min(PIECE // dtype.itemsize, n - start), dtype=dtype) for _ in range(2)]
+                read([*pieces_of(pair[0], start, one), *pieces_of(pair[1], start, other)])
+                # Bytes: a NaN equals itself.
+                if not torch.equal(*(part.view(torch.uint8) for part in pair)):
+                    raise ValueError(
+                        f"{self.place}: {kept} and {name} differ there, and its config ties them, so {name} would be ignored; "
+                        "set tie_word_embeddings: false in the model's override_config to use both, or remove it from the files"
+                    )
 
     def _named(
         self, sources: Mapping[str, Stored], state: Mapping[str, Tensor], mapping: Sequence[Any]

@@ -92,6 +92,25 @@ def test_of_tied_names_either_may_be_in_the_file(tmp_path: Path, kept: str) -> N
     assert weights.missing == [] and torch.equal(row, embedding[3])
 
 
+@pytest.mark.parametrize("piece", [64, 2**25])
+def test_two_values_of_a_tied_weight_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, piece: int) -> None:
+    monkeypatch.setattr(stored_weights, "PIECE", piece)
+    path = save_tiny_model(tmp_path, tie_word_embeddings=True)
+    embedding = load_file(tmp_path / "model.safetensors")["model.embed_tokens.weight"]
+    stored(path).check_ties()
+    embedding[0, 0] = torch.nan
+    change(path, model__embed_tokens__weight=embedding, lm_head__weight=embedding.clone())
+    stored(path).check_ties()
+    change(path, lm_head__weight=embedding.double())
+    stored(path).check_ties()
+    embedding[60, 31] += 1
+    change(path, lm_head__weight=embedding)
+    with pytest.raises(
+        ValueError, match=r"^model\.path=m: model\.embed_tokens\.weight and lm_head\.weight differ there, [^\n]+$"
+    ):
+        stored(path).check_ties()
+
+
 def test_a_weight_of_another_shape(tmp_path: Path) -> None:
     path = save_tiny_model(tmp_path)
     change(path, model__norm__weight=torch.zeros(31))

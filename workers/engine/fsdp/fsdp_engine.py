@@ -127,6 +127,7 @@ class FSDPEngine(TrainEngine):
             # On one rank: the twin is the same on all of them.
             with START("check"):
                 check_packing(small_twin(model, config, head), model.path)
+                weights.check_ties()
             shell = description(model, config, head, weights).to(dtype=saved_dtype)  # type: ignore[call-arg] # a wrapped method
         # On the CPU and in full: ``fill`` copies this rank's part after the sharding.
         given = make_buffers(sharded.hf, torch.device("cpu"))

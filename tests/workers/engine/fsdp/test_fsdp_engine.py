@@ -1,11 +1,13 @@
 """What one engine answers and refuses, on one rank; and options that must change nothing, on two."""
 
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, GenerationConfig
 
@@ -269,6 +271,22 @@ def test_live_weights_are_the_ones_that_are_trained(group: None, models: dict[st
     weights = exported(engine)
     assert weights.keys() == live.keys() - {"lm_head.weight"}, "a tied weight once"
     assert all(torch.equal(weight, live[name]) for name, weight in weights.items())
+
+
+def test_a_head_of_its_own_in_a_model_that_ties_it_is_refused_or_taken(
+    group: None, models: dict[str, str], tmp_path: Path
+) -> None:
+    shutil.copytree(models["qwen3"], tmp_path / "model")
+    weights = load_file(tmp_path / "model/model.safetensors")
+    weights["lm_head.weight"] = -weights["model.embed_tokens.weight"]
+    save_file(weights, tmp_path / "model/model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(
+        ValueError, match=r"lm_head\.weight differ there, .* set tie_word_embeddings: false in the model's override"
+    ):
+        toy_engine(str(tmp_path / "model"))
+    engine = toy_engine(str(tmp_path / "model"), override_config={"tie_word_embeddings": False})
+    assert torch.equal(exported(engine)["lm_head.weight"], weights["lm_head.weight"].float())
+    toy_engine(str(tmp_path / "model"), "value")  # a critic has no such head
 
 
 @pytest.mark.parametrize(("architecture", "dtype"), [("qwen2", torch.float32), ("qwen3", torch.bfloat16)])
