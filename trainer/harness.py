@@ -72,8 +72,11 @@ def resume_from(config: Config, lifecycle: RunLifecycle, *, in_flight: bool = Fa
     """
     resume = lifecycle.resume()
     if resume is not None:
-        check_in_flight(resume, continued=in_flight)
-        announce(f"resumed with another {change}" for change in check_config(resume.manifest.config, asdict(config)))
+        changes = check_config(resume.manifest.config, asdict(config))
+        # Without training nothing is lost.
+        if not (isinstance(config, PPOConfig) and config.trainer.val_only):
+            check_in_flight(resume, continued=in_flight, train_files=config.data.train_files)
+        announce(f"resumed with another {change}" for change in changes)
     return resume
 
 

@@ -48,7 +48,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 WORK = ("gen", "old_log_prob", "ref", "values", "update_critic", "update_actor")
 PARTS = ("step", *WITHIN)  # the whole, and parts of other phases
 ENGINE_MOVES = ("sync", "engine_sleep", "engine_wake", "release_memory")
-"""What colocation costs a step; Python's garbage collection is within."""
+"""What colocation costs a step, at most: the sync has the wake of the weights in it. Garbage collection is in the sleep."""
 DAEMONS = ("raylet", "gcs_server", "/ray/_private/", "/ray/dashboard/", "ray::IDLE")
 POLL_SECONDS = 0.001
 

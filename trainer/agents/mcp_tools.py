@@ -81,7 +81,9 @@ class McpServer:
         self._session: asyncio.Future[Any] | None = None
         self._lost = asyncio.Event()
         self._calls, self._replied = 0, 0.0
-        """Number of calls that the server has, and time of the loop at its last reply."""
+        """Number of calls that the server has or gets, and time of the loop at its last reply."""
+        self._asking = asyncio.Lock()
+        """One call at a time asks whether the server lives: another one may block it before it has replied."""
         self._free = 0.0
         """Time of the loop from which on the rate permits a call."""
         self._turn = asyncio.Lock()
@@ -119,15 +121,16 @@ class McpServer:
         """Result of a call; an error is a result too."""
         loop = asyncio.get_running_loop()
         try:
-            session, lost = await self._connected()
-            if not self._calls and loop.time() - self._replied > _IDLE:
-                await _check(session, lost)
+            async with self._asking:
                 session, lost = await self._connected()
+                if not self._calls and loop.time() - self._replied > _IDLE:
+                    await _check(session, lost)
+                    session, lost = await self._connected()
+                self._calls += 1
         except McpError as error:
             return ToolOutput(str(error), failed=True)
-        await self._permitted()
-        self._calls += 1
         try:
+            await self._permitted()
             async with asyncio.timeout(self._seconds):
                 result = await session.call_tool(name, arguments)
             self._replied = loop.time()

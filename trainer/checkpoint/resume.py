@@ -11,7 +11,7 @@ therefore computed under the old and under the new number, and the two are compa
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import reduce
 from operator import getitem
@@ -22,6 +22,7 @@ from configs.schema.common import OptimConfig
 from trainer.algorithms.known import estimator_needs
 from trainer.checkpoint.manifest import FLOW, INCOMPLETE, MANIFEST, Checkpoint, Damaged, read_checkpoint
 from trainer.checkpoint.remote_copies import RemoteCopies, is_url
+from trainer.checkpoint.training_data import TrainingData
 from trainer.checkpoint.unfinished import complete_interrupted, remove_announcements
 from trainer.cluster.role_builder import optimizer_spec, schedule_length
 from trainer.run.events import Events
@@ -176,10 +177,18 @@ def resolve_resume(
     return _from_path(resume_from_path, run_dir, weights=weights)
 
 
-def check_in_flight(checkpoint: Checkpoint, *, continued: bool) -> None:
-    """Check that nothing that is in flight in ``checkpoint`` is lost. continued: the run continues it. Raises ValueError."""
+def check_in_flight(checkpoint: Checkpoint, *, continued: bool, train_files: Sequence[str]) -> None:
+    """Check that nothing that is in flight in ``checkpoint`` is lost, or trained with other prompts. Raises ValueError.
+
+    continued: the run continues it. train_files: its data, of which the prompts in flight are rows.
+    """
     groups = sum(len(checkpoint.arrays(name).get("ordinal", ())) for name in checkpoint.with_arrays())
     taken = checkpoint.manifest.state.get("data", {}).get("taken", 0)
+    if continued and groups and TrainingData(train_files).differs(checkpoint.manifest.state.get("training_data", {})):
+        raise ValueError(
+            f"{checkpoint.path} has {groups} groups of responses in flight, to prompts of data.train_files, which has other "
+            "content than at the checkpoint: put the data back, or start anew with trainer.resume_mode=disable"
+        )
     if continued or not (groups or taken):
         return
     what = f"{groups} groups of responses in flight" if groups else f"{taken} prompts taken from a round of the data"

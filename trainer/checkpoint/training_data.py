@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from workers.controller.logs import announce
@@ -36,9 +36,12 @@ class TrainingData:
     def state(self) -> dict[str, str]:
         return {"content": self._content}
 
+    def differs(self, state: Mapping[str, str]) -> bool:
+        """Whether the content is not that of ``state``; not for a checkpoint of an earlier version, whose state is empty."""
+        return bool(self._files) and state.get("content", self._content) != self._content
+
     def load(self, state: dict[str, str]) -> None:
-        """state: empty for a checkpoint of an earlier version."""
-        if self._files and state.get("content", self._content) != self._content:
+        if self.differs(state):
             names = ",".join(map(str, self._files))
             announce(
                 [f"data.train_files={names}: other content than at the checkpoint; rows may be repeated or left out from here"]

@@ -78,7 +78,8 @@ def would_resume(config: PPOConfig, run_dir: Path) -> Checkpoint | None:
     trainer = config.trainer
     found = complete_checkpoint(trainer.resume_mode, trainer.resume_from_path, run_dir)
     if found is not None:
-        check_in_flight(found, continued=continues_groups(config))
+        if not trainer.val_only:
+            check_in_flight(found, continued=continues_groups(config), train_files=config.data.train_files)
         announce(f"would be resumed with another {change}" for change in check_config(found.manifest.config, asdict(config)))
     return found
 

@@ -149,10 +149,9 @@ def opened(assembly: type[Assembly], config: PPOConfig, lifecycle: RunLifecycle,
 
 
 def continues_groups(config: PPOConfig) -> bool:
-    """Whether responses that are in flight in a checkpoint are continued, or not needed because nothing is trained."""
+    """Whether the run continues responses that are in flight in a checkpoint."""
     flight = config.async_training
-    ahead = flight.mode in ("partial", "one_step_off") or (flight.mode == "async" and flight.max_staleness > 0)
-    return ahead or config.trainer.val_only
+    return flight.mode in ("partial", "one_step_off") or (flight.mode == "async" and flight.max_staleness > 0)
 
 
 def check_records(config: PPOConfig, run_dir: Path, resume: Checkpoint | None) -> None:

@@ -21,11 +21,12 @@ from configs.schema.alarms import AlarmConfig
 from configs.schema.ppo import PPOConfig
 from trainer.agents.sessions.recorded_sessions import RecordedAgents, RecordedSessions
 from trainer.agents.sessions.session_flow import AgentSessions
-from trainer.checkpoint.resume import Checkpoint, check_config, resolve_resume
+from trainer.checkpoint.manifest import arrays_file
+from trainer.checkpoint.resume import Checkpoint, check_config, check_in_flight, resolve_resume
 from trainer.cluster.remote import RemoteModel
 from trainer.data.dataset import PromptStream
 from trainer.ppo.loop import Loop
-from trainer.ppo.ppo_builder import Assembly, opened
+from trainer.ppo.ppo_builder import Assembly, continues_groups, opened
 from trainer.ppo.replay_diff import MOST_LINES, Difference, compare_answers, compare_metrics, replayed, table, untimed
 from trainer.resilience.restart import RunLifecycle
 from trainer.rollout.policies import OneRound
@@ -70,7 +71,9 @@ def repeat(config: PPOConfig, batch: Batch, facts: Mapping[str, Any], directory:
     asked, step = config.trainer.replay, int(facts["step"])
     weights = weights_before(step, facts, config, directory)
     if weights is not None:
-        weights.manifest.state.update(facts.get("state", {}))  # dumps of earlier versions have none
+        with_state(weights, facts.get("state", {}))  # dumps of earlier versions have none
+        if asked.mode == "rollout":
+            check_in_flight(weights, continued=continues_groups(config), train_files=config.data.train_files)
     one_step = of_one_step(config, directory)
     lifecycle = RunLifecycle(one_step.trainer, directory)
     if asked.mode == "rollout":
@@ -88,6 +91,15 @@ def repeat(config: PPOConfig, batch: Batch, facts: Mapping[str, Any], directory:
         found = compare_metrics(replayed(logged), replayed(metrics), asked.bound)
         compared = f"{len(replayed(logged))} metrics of {len(batch)} answers"
     report_differences(f"{asked.mode} of step {step} again: {compared}", found, asked.bound)
+
+
+def with_state(weights: Checkpoint, state: Mapping[str, Any]) -> None:
+    """Give the checkpoint the ``state`` of components with which the dumped step began: a rollback may be between them."""
+    found = weights.manifest
+    if state.get("rollbacks", found.state["rollbacks"]) != found.state["rollbacks"]:
+        for name in weights.with_arrays():  # what was in flight was discarded
+            del found.files[arrays_file(name)]
+    found.state.update(state)
 
 
 def dump_file(path: str) -> Path:

@@ -1,4 +1,4 @@
-"""Report tools whose calls all fail, such as those of a server that has ended.
+"""Report tools whose calls all fail: a server has ended, or the model gives wrong arguments.
 
 Training continues then, because an error is a result for the model, and rewards may not show it.
 """

@@ -139,7 +139,7 @@ class HostMonitor:
     """Checked once per step, at the cost of a few reads of /proc and /sys. Monitors only the controller's machine."""
 
     def __init__(self, config: WatchConfig, run_dir: Path, *, saves: bool = True) -> None:
-        """saves: whether the run saves checkpoints, and needs room for them."""
+        """saves: whether room is kept for a checkpoint; one that is written because the run stops may fail without it."""
         self.config = config
         self.run_dir = run_dir
         self._saves = saves
@@ -158,7 +158,8 @@ class HostMonitor:
             config.disk_warn_gb * GB, 2 * checkpoint if config.disk_warn_gb else 0
         ):
             self._reported.add("low disk")
-            less = f"trainer.watch.disk_warn_gb={config.disk_warn_gb:g} or two checkpoints of {checkpoint / GB:.3g} GB"
+            two = f" or two checkpoints of {checkpoint / GB:.3g} GB" if checkpoint else ""
+            less = f"trainer.watch.disk_warn_gb={config.disk_warn_gb:g}{two}"
             yield "low disk", f"{free / GB:.3g} GB are free where {self.run_dir} is, less than {less}"
 
     def shortage(self) -> str | None:
@@ -178,7 +179,7 @@ class HostMonitor:
         return None
 
     def disk(self) -> tuple[float, int]:
-        """(free bytes, bytes that the next checkpoint needs: those of the newest one, 0 in a run that saves none).
+        """(free bytes, bytes that the next checkpoint needs: those of the newest one; 0 if no room is kept for one).
 
         Infinite if the run directory is gone: the next save reports that.
         """

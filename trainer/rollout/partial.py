@@ -135,7 +135,7 @@ class PartialRollouts:
     ) -> Batch:
         """The step's batch of groups that were ``submitted`` for scoring, see Sampler.next_batch; they leave the buffer."""
         batch = self._scored(sampler, submitted, taken, step, phases, overlap)
-        # Not before: a step that is abandoned because the scores do not come leaves them to the next one.
+        # Not before: if the scores do not come, the step is abandoned, and the buffer may have to be whole (Loop.next_batch).
         self.buffer.remove([group.ordinal for group in taken])
         return sampler.scored_only(batch.with_meta({"metrics": self._metrics(step, taken, batch, sampler.rollout.version)}))
 

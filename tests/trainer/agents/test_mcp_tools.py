@@ -53,6 +53,11 @@ async def leave() -> str:
     os._exit(3)
 
 @server.tool()
+async def nap() -> str:
+    time.sleep(0.8)
+    return "rested"
+
+@server.tool()
 async def wait() -> str:
     await asyncio.Event().wait()
 
@@ -163,6 +168,19 @@ def test_a_server_that_has_ended_without_a_call_is_started_again_before_the_next
     os.kill(before, signal.SIGKILL)
     monkeypatch.setattr(mcp_tools, "_IDLE", 0.0)
     assert pid(found) != before, "the first call succeeds"
+
+
+@needs_mcp
+def test_calls_at_once_to_a_server_that_one_of_them_blocks_do_not_end_it(
+    tmp_path: Path, server: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """None asks whether it lives while another one's call blocks it."""
+    found = load(tmp_path, {"servers": {"arithmetic": server}}, config={"type": "mcp", "timeout": 20})
+    before = pid(found)
+    monkeypatch.setattr(mcp_tools, "_IDLE", 0.0)
+    monkeypatch.setattr(mcp_tools, "_PING", 0.3)
+    results, _ = use(found["nap"], *[{}] * 4)
+    assert [result.text for result in results] == ["rested"] * 4 and pid(found) == before
 
 
 @needs_mcp

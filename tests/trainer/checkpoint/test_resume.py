@@ -29,6 +29,7 @@ from trainer.checkpoint.resume import (
     find_up_to,
     resolve_resume,
 )
+from trainer.checkpoint.training_data import TrainingData
 from trainer.run.run_dir import EVENTS, leaves_of, read_lines, start_run
 
 ROOT = Path(__file__).parents[3]
@@ -61,13 +62,24 @@ def test_what_is_in_flight_in_a_checkpoint_is_not_lost(groups: int, taken: int, 
     save(tmp_path, 2, arrays={"groups": {"now": torch.tensor([5]), "ordinal": torch.arange(groups)}})
     found = read_checkpoint(tmp_path / "global_step_2")
     found.manifest.state["data"] = {"drawn": 1} | ({"taken": taken} if taken else {})
-    check_in_flight(found, continued=True)
+    check_in_flight(found, continued=True, train_files=[])
     with (
         nullcontext()
         if what is None
         else pytest.raises(ValueError, match=f"global_step_2 has {what}, which this run would lose: ")
     ):
-        check_in_flight(found, continued=False)
+        check_in_flight(found, continued=False, train_files=[])
+
+
+def test_responses_in_flight_to_prompts_of_other_data_are_refused(tmp_path: Path) -> None:
+    save(tmp_path, 2, arrays={"groups": {"now": torch.tensor([5]), "ordinal": torch.arange(3)}})
+    found, file = read_checkpoint(tmp_path / "global_step_2"), tmp_path / "train.jsonl"
+    file.write_text("1")
+    found.manifest.state["training_data"] = TrainingData([str(file)]).state()
+    check_in_flight(found, continued=True, train_files=[str(file)])
+    file.write_text("2")
+    with pytest.raises(ValueError, match=r"global_step_2 has 3 groups of responses in flight, to prompts of data\.train_files, "):
+        check_in_flight(found, continued=True, train_files=[str(file)])
 
 
 def test_rollback_skips_a_checkpoint_with_damaged_weights(tmp_path: Path) -> None:

@@ -8,8 +8,11 @@ import yaml
 from safetensors.torch import load_file, save_file
 
 from tests.runs import make_task, ppo_arguments, run_ppo
+from tests.trainer.checkpoints import responses, save
 from trainer import main_ppo
+from trainer.checkpoint.manifest import read_checkpoint
 from trainer.ppo.ppo_builder import Assembly
+from trainer.ppo.replay import with_state
 from trainer.tracking.batch_file import load_batch, save_batch
 
 PPO = (
@@ -42,6 +45,19 @@ def kept(request: pytest.FixtureRequest, task: Path, tmp_path_factory: pytest.Te
 def again(task: Path, run_dir: Path, overrides: tuple[str, ...], mode: str, step: int, *more: str) -> int:
     asked = (f"trainer.replay.mode={mode}", f"trainer.replay.path={run_dir / 'rollouts' / f'step_{step}.safetensors'}")
     return main_ppo.PROGRAM(ppo_arguments(task, run_dir, *overrides, *asked, *more))
+
+
+@pytest.mark.parametrize(("rollbacks", "left"), [(0, True), (1, False)])
+def test_state_of_the_dump_replaces_that_of_a_checkpoint_before_a_rollback(rollbacks: int, left: bool, tmp_path: Path) -> None:
+    """A rollback discards what was in flight, and continues with other prompts."""
+    save(tmp_path, 2, arrays=responses(2))
+    found = read_checkpoint(tmp_path / "global_step_2")
+    found.manifest.state.update(rollbacks={"count": 0}, data={"drawn": 2})
+    with_state(found, {"rollbacks": {"count": rollbacks}, "data": {"drawn": 5}})
+    assert found.state("rollbacks") == {"count": rollbacks} and found.state("data") == {"drawn": 5}
+    assert bool(found.arrays("groups")) == left
+    with_state(found, {})
+    assert found.state("data") == {"drawn": 5}, "dumps of earlier versions have no state"
 
 
 def contents(run_dir: Path) -> dict[str, bytes]:
