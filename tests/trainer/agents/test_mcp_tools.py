@@ -54,7 +54,7 @@ async def leave() -> str:
 
 @server.tool()
 async def nap() -> str:
-    time.sleep(0.8)
+    time.sleep(0.5)
     return "rested"
 
 @server.tool()
@@ -103,7 +103,7 @@ def found(tmp_path_factory: pytest.TempPathFactory, server: Any) -> dict[str, An
 
 @needs_mcp
 def test_tools_of_a_server_run(found: dict[str, AnyTool]) -> None:
-    assert [*found] == ["add", "fail", "pid", "leave", "wait", "block"]
+    assert [*found] == ["add", "fail", "pid", "leave", "nap", "wait", "block"]
     function = found["add"].schema["function"]
     assert function["description"] == "Add two numbers." and function["parameters"]["required"] == ["a"]
     results, box = use(found["add"], {"a": 1}, {"a": 1, "b": 2}, {"a": "x"}, {})
@@ -117,21 +117,26 @@ def test_errors_of_a_tool_are_text_and_counted(found: dict[str, AnyTool]) -> Non
     assert box.counts == {"error": 1}
 
 
-@needs_mcp
-def test_calls_of_many_sessions_share_a_connection(found: dict[str, AnyTool]) -> None:
+def in_sessions(tools: dict[str, AnyTool], n: int, *calls: ToolCall) -> list[list[str]]:
+    """Results of the calls in each of n sessions at once."""
+
     async def one(i: int) -> list[str]:
         loop = SessionLoop()
-        calls = [ToolCall("a", "add", {"a": i}), ToolCall("b", "pid", {})]
-        async with ToolBox([*found.values()], ToolLimits(2, 100, "right", 60.0), session=str(i), loop=loop) as box:
-            texts = [result.text for result in await box.run(calls)]
+        async with ToolBox([*tools.values()], ToolLimits(2, 100, "right", 60.0), session=str(i), loop=loop) as box:
+            texts = [result.text for result in await box.run([*calls])]
         loop.close()
         return texts
 
     async def main() -> list[list[str]]:
-        return await asyncio.gather(*map(one, range(20)))
+        return await asyncio.gather(*map(one, range(n)))
 
-    results = asyncio.run(main())
-    assert [texts[0] for texts in results] == [str(i + 1) for i in range(20)]
+    return asyncio.run(main())
+
+
+@needs_mcp
+def test_calls_of_many_sessions_share_a_connection(found: dict[str, AnyTool]) -> None:
+    results = in_sessions(found, 20, ToolCall("a", "add", {"a": 4}), ToolCall("b", "pid", {}))
+    assert [texts[0] for texts in results] == ["5"] * 20
     assert len({texts[1] for texts in results}) == 1, "one server"
 
 
@@ -179,8 +184,7 @@ def test_calls_at_once_to_a_server_that_one_of_them_blocks_do_not_end_it(
     before = pid(found)
     monkeypatch.setattr(mcp_tools, "_IDLE", 0.0)
     monkeypatch.setattr(mcp_tools, "_PING", 0.3)
-    results, _ = use(found["nap"], *[{}] * 4)
-    assert [result.text for result in results] == ["rested"] * 4 and pid(found) == before
+    assert in_sessions(found, 8, ToolCall("a", "nap", {})) == [["rested"]] * 8 and pid(found) == before
 
 
 @needs_mcp
