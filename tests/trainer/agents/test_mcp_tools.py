@@ -54,7 +54,7 @@ async def leave() -> str:
 
 @server.tool()
 async def nap() -> str:
-    time.sleep(0.5)
+    time.sleep(0.8)
     return "rested"
 
 @server.tool()
