@@ -54,7 +54,7 @@ async def leave() -> str:
 
 @server.tool()
 async def nap() -> str:
-    time.sleep(0.8)
+    time.sleep(0.3)
     return "rested"
 
 @server.tool()
@@ -176,15 +176,16 @@ def test_a_server_that_has_ended_without_a_call_is_started_again_before_the_next
 
 
 @needs_mcp
-def test_calls_at_once_to_a_server_that_one_of_them_blocks_do_not_end_it(
+def test_one_of_many_calls_at_once_asks_whether_the_server_lives(
     tmp_path: Path, server: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """None asks whether it lives while another one's call blocks it."""
+    """The others would wait for a reply while its call blocks the server, and end it."""
     found = load(tmp_path, {"servers": {"arithmetic": server}}, config={"type": "mcp", "timeout": 20})
-    before = pid(found)
+    before, asked, check = pid(found), [], mcp_tools._check
     monkeypatch.setattr(mcp_tools, "_IDLE", 0.0)
-    monkeypatch.setattr(mcp_tools, "_PING", 0.3)
-    assert in_sessions(found, 8, ToolCall("a", "nap", {})) == [["rested"]] * 8 and pid(found) == before
+    monkeypatch.setattr(mcp_tools, "_check", lambda *session: asked.append(1) or check(*session))
+    assert in_sessions(found, 6, ToolCall("a", "nap", {})) == [["rested"]] * 6 and len(asked) == 1
+    assert pid(found) == before
 
 
 @needs_mcp
