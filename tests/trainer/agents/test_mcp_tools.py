@@ -181,9 +181,15 @@ def test_one_of_many_calls_at_once_asks_whether_the_server_lives(
 ) -> None:
     """The others would wait for a reply while its call blocks the server, and end it."""
     found = load(tmp_path, {"servers": {"arithmetic": server}}, config={"type": "mcp", "timeout": 20})
-    before, asked, check = pid(found), [], mcp_tools._check
+    before, asked, check = pid(found), list[int](), mcp_tools._check
+
+    async def slow(*session: Any) -> None:
+        asked.append(1)
+        await asyncio.sleep(0.3)
+        await check(*session)
+
     monkeypatch.setattr(mcp_tools, "_IDLE", 0.0)
-    monkeypatch.setattr(mcp_tools, "_check", lambda *session: asked.append(1) or check(*session))
+    monkeypatch.setattr(mcp_tools, "_check", slow)
     assert in_sessions(found, 6, ToolCall("a", "nap", {})) == [["rested"]] * 6 and len(asked) == 1
     assert pid(found) == before
 
