@@ -155,7 +155,7 @@ def test_columns_that_only_scoring_reads_are_not_checked_with_given_scores(tmp_p
     assert evaluate(tmp_path, *words)["sort_digits"]["mean@1"]["value"] == 0.0
 
 
-@pytest.mark.parametrize("reasons", [["stop", "stop"], [], "stop"])
+@pytest.mark.parametrize("reasons", [["stop", "stop"], "stop"])
 def test_finish_reasons_must_be_as_many_as_responses(reasons: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_rows(tmp_path / "a.jsonl", [ROWS[0], ROWS[1] | {"finish_reasons": reasons}])
     words = [f"data.path={tmp_path}/a.jsonl", "reward.num_workers=0", f"trainer.default_local_dir={tmp_path}/out"]

@@ -123,11 +123,9 @@ def dpo_inputs(config: DPOConfig) -> Iterator[str]:
 
 def generation_inputs(config: GenerationConfig) -> Iterator[str]:
     """See ppo_inputs. What scoring needs is not checked: only programs that score need it."""
-    from trainer.data.files import STRUCTS  # imported late: pyarrow is slow to import
-
     yield from unset_keys(config, "generation")
     yield from _model("actor_rollout_ref.model", config.actor_rollout_ref.model)
-    yield from _files("data.path", config.data.path, [config.data.prompt_key], "data.prompt_key", STRUCTS)
+    yield from _files("data.path", config.data.path, [config.data.prompt_key], "data.prompt_key", ["reward_model"])
 
 
 def _supervised(config: SupervisedConfig, columns: Sequence[str], set_by: str) -> Iterator[str]:
@@ -214,7 +212,7 @@ def _prompts(
 
     whole: all rows are used, except those that are too long.
     """
-    from trainer.data.files import STRUCTS, distinct_texts
+    from trainer.data.files import STRUCTS, distinct_labels
 
     truth = [data.reward_fn_key, "reward_model.ground_truth"] if wants_truth(reward) else []
     rows = yield from _files(key, files, [data.prompt_key, *truth], "data.prompt_key, data.reward_fn_key", STRUCTS)
@@ -222,18 +220,18 @@ def _prompts(
     if rows is not None and truth and whole and not data.filter_overlong_prompts and scores_by_source(reward):
 
         def check_sources() -> None:
-            check_data_sources(source for file in files for source in distinct_texts(file, data.reward_fn_key))
+            check_data_sources(source for file in files for source in distinct_labels(file, data.reward_fn_key))
 
         yield from (f"{key}: {problem}" for problem in _problems(check_sources))
     return rows
 
 
 def _files(
-    key: str, files: Sequence[str], columns: Sequence[str], set_by: str, optional: Sequence[str] = ()
+    key: str, files: Sequence[str], columns: Sequence[str], set_by: str, structs: Sequence[str] = ()
 ) -> Generator[str, None, int | None]:
     """Check data files. Returns their number of rows, None if there is none, or one is invalid or does not record it.
 
-    set_by: keys that name the columns. optional: further columns that are read.
+    set_by: keys that name the columns. structs: further columns, of structs or null.
     """
     from trainer.data.files import check_file  # imported late: pyarrow is slow to import
 
@@ -243,7 +241,7 @@ def _files(
     total: int | None = 0
     for file in files:
         try:
-            rows = check_file(file, columns, set_by, optional)
+            rows = check_file(file, columns, set_by, structs)
         except ValueError as error:
             yield f"{key}={error}"
             rows = None

@@ -27,8 +27,9 @@ from trainer.data.encoding import (
     of_file,
     sizes_of,
     truncate,
+    with_texts,
 )
-from trainer.data.files import Rows, texts, value_of
+from trainer.data.files import STRUCTS, Rows, labels, value_of
 from trainer.data.order import DataOrder, draw
 from trainer.data.processes import MANY
 from trainer.run.user_code import describe, load_class
@@ -88,9 +89,9 @@ class PromptDataset:
         if isinstance(config, DataConfig) and path is not None and name is not None:
             self._rows = ClassRows(files, *columns, tokenizer, config, path, name)
         else:
-            self._rows = Rows(files, *columns)
+            self._rows = Rows(files, *columns, STRUCTS if scored else ("reward_model",))
         self.n_rows = len(self._rows)
-        sources = texts(self._rows.column(config.reward_fn_key), config.reward_fn_key, self._rows.where)
+        sources = labels(self._rows.column(config.reward_fn_key), config.reward_fn_key, self._rows.where)
         notices = []
         uids = draw(len(self._rows), max_samples, seed, config.shuffle)
         if not uids:
@@ -185,7 +186,7 @@ class PromptDataset:
             data_source=row.get(self._source_key) or "",
             ground_truth=(row.get("reward_model") or {}).get("ground_truth"),
             extra_info=row.get("extra_info") or {},
-            messages=of_file(value_of(row, self._prompt_key)),
+            messages=of_file(with_texts(prompt) if isinstance(prompt := value_of(row, self._prompt_key), list) else prompt),
             agent=row.get("agent_name"),
         )
 

@@ -80,6 +80,7 @@ def _rendered(tokenizer: PreTrainedTokenizerBase, prompt: Messages, template_kwa
     if not isinstance(prompt, str | list):
         raise Refused(f"the prompt is {reprlib.repr(prompt)}, neither a text nor a list of messages; remove the row")
     if isinstance(prompt, list):
+        prompt = with_texts(prompt)
         _check_messages(prompt)
     messages = of_file(prompt)
     if messages is prompt or isinstance(messages, str):
@@ -100,9 +101,24 @@ def _check_messages(messages: list[Any]) -> None:
             raise Refused(f"message {i}: it is {reprlib.repr(message)}; expected a message {{role, content}}")
         role, content = message.get("role"), message.get("content")
         if not isinstance(role, str):
-            raise Refused(f"message {i}: the role is {role!r}; must be text, such as user")
+            raise Refused(f"message {i}: the role is {reprlib.repr(role)}; must be text, such as user")
         if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
             raise Refused(f"message {i}: the content is a {type(content).__name__}; only text is supported")
+
+
+def with_texts(messages: list[Any]) -> list[Any]:
+    """The messages; a content of text parts alone, as in OpenAI's API, becomes a text: not every template renders parts."""
+    found = []
+    for message in messages:
+        parts = message.get("content") if isinstance(message, dict) else None
+        if isinstance(parts, list) and parts and all(_is_text(part) for part in parts):
+            message = message | {"content": "".join(part["text"] for part in parts)}
+        found.append(message)
+    return found
+
+
+def _is_text(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
 
 
 def of_file(prompt: Messages) -> Messages:

@@ -2,7 +2,7 @@
 
 import json
 from bisect import bisect_right
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -27,16 +27,18 @@ STRUCTS = ("reward_model", "extra_info")
 class Rows:
     """Rows of several files with stable indices: row i keeps its number whatever is filtered later."""
 
-    def __init__(self, files: Sequence[str], required: Sequence[str], optional: Sequence[str] = ()) -> None:
+    def __init__(
+        self, files: Sequence[str], required: Sequence[str], optional: Sequence[str] = (), structs: Sequence[str] = STRUCTS
+    ) -> None:
         """required, optional: names of columns, or ``column.field`` of a struct. Other columns of parquet files are not read.
 
-        Raises ValueError, one line, without files, for a missing or unreadable file, a missing column, one of STRUCTS that is no
-        struct, and an empty file.
+        structs: of the optional columns those that must be structs or null. Raises ValueError, one line, without files, for a
+        missing or unreadable file, a missing column, one of another type, and an empty file.
         """
         if not files:
             raise ValueError("no data file is given")
         self._names = [str(name) for name in files]
-        self._tables: list[pa.Table | _Lines] = [_read(name, required, optional) for name in self._names]
+        self._tables: list[pa.Table | _Lines] = [_read(name, required, optional, structs) for name in self._names]
         self._ends = list(accumulate(len(table) for table in self._tables))
 
     def __len__(self) -> int:
@@ -112,9 +114,9 @@ def _fields_of(schema: pa.Schema | pa.StructType) -> Fields:
     return {field.name: _fields_of(field.type) if pa.types.is_struct(field.type) else str(field.type) for field in schema}
 
 
-def _check_structs(name: str, fields: Fields, optional: Collection[str]) -> None:
-    """Raise ValueError for one of STRUCTS, among the ``optional`` columns, that is neither a struct nor null in every row."""
-    for column in (column for column in STRUCTS if column in optional):
+def _check_structs(name: str, fields: Fields, columns: Collection[str]) -> None:
+    """Raise ValueError for one of the columns that is neither a struct nor null in every row."""
+    for column in columns:
         kind = fields.get(column, "null")
         if not isinstance(kind, str) or kind == "null":
             continue
@@ -126,7 +128,7 @@ def _check_structs(name: str, fields: Fields, optional: Collection[str]) -> None
         raise ValueError(f"{name}: column {column!r} is {kind}; it must be a struct (an object) or null")
 
 
-def check_file(name: str, required: Sequence[str], set_by: str = "", optional: Sequence[str] = ()) -> int | None:
+def check_file(name: str, required: Sequence[str], set_by: str = "", structs: Sequence[str] = ()) -> int | None:
     """Check that a file exists, is readable and has the columns, without reading its rows; return the number of rows.
 
     Reads the metadata of a parquet file, or the first line of a JSON-lines file, whose rows are not counted (None). set_by: the
@@ -150,7 +152,7 @@ def check_file(name: str, required: Sequence[str], set_by: str = "", optional: S
     if empty:
         raise ValueError(f"{name}: has no rows; name another file")
     _check_columns(name, fields, required, set_by)
-    _check_structs(name, fields, optional)
+    _check_structs(name, fields, structs)
     return n_rows
 
 
@@ -171,37 +173,36 @@ def value_of(row: Mapping[str, Any], column: str) -> Any:
     return value
 
 
-def texts(values: Sequence[Any], name: str, where: Callable[[int], str]) -> list[str]:
-    """The values of the column ``name``, with "" for null; numbers stay. where: location of a row.
+def labels(values: Sequence[Any], name: str, where: Callable[[int], str]) -> list[Any]:
+    """The values of the column ``name``, with "" for null: texts, or numbers. where: location of a row.
 
-    Raises ValueError, one line, for others.
+    Raises ValueError, one line, for a list or an object, by which rows cannot be grouped.
     """
     for row, value in enumerate(values):
-        if not isinstance(value, str | int | float | None):
+        if not isinstance(value, Hashable):
             raise ValueError(f"{where(row)}: {name} is {value!r:.60}, a {type(value).__name__}; it must be a text or null")
-    return [value or "" for value in values]
+    return ["" if value is None else value for value in values]
 
 
-def distinct_texts(name: str, column: str) -> set[str]:
-    """Distinct values of a column of a parquet file; see texts."""
+def distinct_labels(name: str, column: str) -> set[Any]:
+    """Distinct values of a column of a parquet file; see labels."""
     values = pq.read_table(Path(name).expanduser(), columns=[column])[column]
-    if pa.types.is_string(values.type) or pa.types.is_large_string(values.type):  # lists cannot be compared
+    if not pa.types.is_nested(values.type):
         values = values.unique()
-    return {*texts(values.to_pylist(), column, lambda row: f"{name}, row {row}")}
+    return {*labels(values.to_pylist(), column, lambda row: f"{name}, row {row}")}
 
 
-def _read(name: str, required: Sequence[str], optional: Sequence[str]) -> pa.Table | _Lines:
-    path = _existing(name)
+def _read(name: str, required: Sequence[str], optional: Sequence[str], structs: Sequence[str]) -> pa.Table | _Lines:
+    path, objects = _existing(name), {*structs}.intersection(optional)
     try:
         if path.suffix == ".parquet":
             fields = _fields_of(pq.read_schema(path))
             _check_columns(name, fields, required)
-            _check_structs(name, fields, optional)
+            _check_structs(name, fields, sorted(objects))
             wanted = {column.partition(".")[0] for column in required} | set(optional)
             table = pq.read_table(path, columns=[column for column in fields if column in wanted])
         else:
-            structs = {column.partition(".")[0] for column in required if "." in column} | {*STRUCTS}.intersection(optional)
-            table = _Lines(path, structs)
+            table = _Lines(path, objects | {column.partition(".")[0] for column in required if "." in column})
             if len(table):  # an empty file has no columns; its error below is the clearer one
                 _check_columns(name, table.fields, required)
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:

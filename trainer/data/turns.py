@@ -201,6 +201,8 @@ class TurnEncoder:
         turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         contents = [_content(messages[turn]) for turn in turns]
         if last and turns:
+            if not spans:
+                raise Refused("the chat template marks no token of the last turn")
             first = self._spans_before(messages[: turns[-1]], tools, ids, spans, contents)
             spans = [*spans[:first], (spans[first][0], spans[-1][1])]
         spans = self._with_ends(messages, tools, ids, spans)
@@ -226,9 +228,12 @@ class TurnEncoder:
         for turn in reversed(range(len(messages))):
             if wanted <= known:
                 break
-            if messages[turn]["role"] == "assistant" and _content(messages[turn]).strip():
-                is_all = turn == len(messages) - 1
-                whole, marked = (ids, spans) if is_all else self._marked(messages[: turn + 1], tools)
+            if messages[turn]["role"] == "assistant":
+                own = messages[turn]
+                # Of a blank turn marks may select nothing.
+                shown = own if _content(own).strip() else {"role": "assistant", "content": "x"}
+                is_all = turn == len(messages) - 1 and shown is own
+                whole, marked = (ids, spans) if is_all else self._marked([*messages[:turn], shown], tools)
                 at = self._special_after(whole, marked[-1][1]) if marked else None
                 known |= set() if at is None else {int(whole[at])}
         found = []
@@ -399,6 +404,8 @@ def _checked_messages(where: str, messages: Any) -> list[Message]:
         calls = kept.get("tool_calls", [])
         if not isinstance(calls, list) or not all(map(_is_call, calls)):
             raise ValueError(f"{here}: tool_calls must be a list of {{type, function: {{name, arguments}}}}, as in OpenAI's API")
+        if problem := lone_surrogate(json.dumps(calls, ensure_ascii=False, default=str)):
+            raise ValueError(f"{here}: tool_calls: {problem}")
         if calls:
             kept["tool_calls"] = [without_null(call) for call in calls]
         found.append({"role": role, "content": content} | kept | {"content": content})

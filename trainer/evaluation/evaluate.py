@@ -13,7 +13,7 @@ from rich.table import Table
 
 from configs.schema.evaluation import EvaluationConfig, MetricsConfig
 from trainer.cluster.watchdog import Watchdog
-from trainer.data.files import Rows, texts
+from trainer.data.files import Rows, labels
 from trainer.evaluation.estimators import MAX_VOTERS, Interval, maj_at_k, mean_with_interval, pass_at_k
 from trainer.evaluation.votes import Vote, vote_function
 from trainer.generation.shards import shard_files
@@ -64,7 +64,7 @@ def read(config: EvaluationConfig, vote: Vote) -> list[Scored]:
     optional = [data.data_source_key, *(["extra_info", "finish_reasons"] if data.score_key is None else [])]
     rows = Rows(files(data.path), [data.response_key, *needed], optional)
     answers = [as_list(value, str, data.response_key, rows.where(i)) for i, value in enumerate(rows.column(data.response_key))]
-    sources = texts(rows.column(data.data_source_key), data.data_source_key, rows.where)
+    sources = labels(rows.column(data.data_source_key), data.data_source_key, rows.where)
     if data.score_key is not None:
         given = rows.column(data.score_key)
         numbers = (float, int, type(None))
@@ -93,14 +93,14 @@ def score(config: EvaluationConfig, rows: Rows, answers: Sequence[list[str]], so
     truths = rows.column(f"{config.data.reward_model_key}.ground_truth")
     extras, reasons = rows.column("extra_info"), rows.column("finish_reasons")
     for i, (own, ends) in enumerate(zip(answers, reasons, strict=True)):
-        if ends is not None and (not isinstance(ends, list) or len(ends) != len(own)):
+        if ends and (not isinstance(ends, list) or len(ends) != len(own)):
             raise ValueError(
                 f"{rows.where(i)}: finish_reasons is {ends!r:.60}, not a list with one for each of {len(own)} answers"
             )
     asked = [
         Response(source, text, truth, extra or {}, finished=why == "stop")
         for own, source, truth, extra, ends in zip(answers, sources, truths, extras, reasons, strict=True)
-        for text, why in zip(own, ["stop"] * len(own) if ends is None else ends, strict=True)
+        for text, why in zip(own, ends or ["stop"] * len(own), strict=True)
     ]
     with open_rewards(config.reward) as rewards:
         rewards.wait_ready()
@@ -144,7 +144,7 @@ def evaluate(prompts: Sequence[Scored], metrics: MetricsConfig, seed: int) -> di
     """
     groups: dict[str, list[Scored]] = {}
     for prompt in sorted(prompts, key=lambda prompt: str(prompt.data_source)):
-        groups.setdefault(prompt.data_source or UNNAMED, []).append(prompt)
+        groups.setdefault(str(prompt.data_source) or UNNAMED, []).append(prompt)
     if len(groups) > 1:
         name = ALL
         while name in groups:

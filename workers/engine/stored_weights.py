@@ -149,8 +149,9 @@ class StoredWeights:
             for start in range(0, n, PIECE // dtype.itemsize):
                 pair = [torch.empty(min(PIECE // dtype.itemsize, n - start), dtype=dtype) for _ in range(2)]
                 read([*pieces_of(pair[0], start, one), *pieces_of(pair[1], start, other)])
-                # Bytes: a NaN equals itself.
-                if not torch.equal(*(part.view(torch.uint8) for part in pair)):
+                # As the less precise of both has them; a NaN equals itself.
+                narrow = min(one[0].dtype, other[0].dtype, key=lambda dtype: dtype.itemsize)
+                if not torch.equal(*(part.to(narrow).nan_to_num() for part in pair)):
                     raise ValueError(
                         f"{self.place}: {kept} and {name} differ there, and its config ties them, so {name} would be ignored; "
                         "set tie_word_embeddings: false in the model's override_config to use both, or remove it from the files"

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.trainer.data.tokenizers import byte_tokenizer
-from trainer.data.encoding import Refused, encode, parsed, render, token_ids, truncate
+from trainer.data.encoding import Refused, encode, parsed, render, token_ids, truncate, with_texts
 from trainer.data.seam import Seams
 
 CHAT = [{"role": "system", "content": "S"}, {"role": "user", "content": "U"}]
@@ -112,8 +112,18 @@ NOT_MESSAGES = {
         {"role": "user", "content": None, "tool_calls": []},
     ],
     "message 0: the content is a int; only text is supported": [{"role": "user", "content": 5}],
-    "message 0: the content is a list; only text is supported": [{"role": "user", "content": [{"type": "text", "text": "hi"}]}],
+    "message 0: the content is a list; only text is supported": [{"role": "user", "content": [{"type": "image", "image": "hi"}]}],
 }
+
+
+def test_parts_of_text_are_one_text() -> None:
+    """As of OpenAI's API; in a parquet file parts have the fields of other kinds of parts, as nulls."""
+    parts = [{"type": "text", "text": "U", "image": None}, {"type": "text", "text": "V", "image": None}]
+    (text, ids), (expected, same) = encode(
+        byte_tokenizer(), [[{"role": "user", "content": parts}], [{"role": "user", "content": "UV"}]], {}
+    )
+    assert text == expected and ids.tolist() == same.tolist()
+    assert with_texts([{"role": "user", "content": [*parts, {"type": "image"}]}])[0]["content"] == [*parts, {"type": "image"}]
 
 
 @pytest.mark.parametrize("words", NOT_MESSAGES)

@@ -6,7 +6,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from trainer.data.files import Rows, check_file, distinct_texts, first_value, value_of
+from trainer.data.files import Rows, check_file, distinct_labels, first_value, value_of
 
 
 def parquet(path: Path, rows: list[dict[str, Any]]) -> str:
@@ -156,7 +156,7 @@ def test_errors_name_the_fields_of_all_rows_of_a_json_file(tmp_path: Path) -> No
 def test_structs_of_scorers_that_are_none_are_refused(column: str, values: pa.Array, tmp_path: Path) -> None:
     file = str(tmp_path / "a.parquet")
     pq.write_table(pa.table({"a": [1, 2], column: values}), file)
-    for check in (lambda: Rows([file], ["a"], [column]), lambda: check_file(file, ["a"], optional=[column])):
+    for check in (lambda: Rows([file], ["a"], [column]), lambda: check_file(file, ["a"], structs=[column])):
         with pytest.raises(ValueError) as error:
             check()
         where, kind = f"{file}: column {column!r} is ", str(values.type).partition("<")[0]
@@ -164,12 +164,13 @@ def test_structs_of_scorers_that_are_none_are_refused(column: str, values: pa.Ar
             "; it must be a struct (an object) or null"
         )
     assert len(Rows([file], ["a"])) == check_file(file, ["a"]) == 2, "a column that is not read may be of any type"
+    assert Rows([file], ["a"], [column], structs=()).column(column) == values.to_pylist(), "or that nothing takes apart"
     lines = jsonl(tmp_path / "a.jsonl", "".join(json.dumps({"a": 1, column: value}) + "\n" for value in values.to_pylist()))
     with pytest.raises(ValueError, match=rf"a\.jsonl, row \d: {column} is a \w+; it must be an object or null"):
         Rows([lines], ["a"], [column])
     if values[0].is_valid:
         with pytest.raises(ValueError, match=rf"a\.jsonl: column '{column}' is \w+; it must be a struct"):
-            check_file(lines, ["a"], optional=[column])
+            check_file(lines, ["a"], structs=[column])
 
 
 @pytest.mark.parametrize("kind", [pa.null(), pa.string(), pa.list_(pa.int64()), pa.struct({"a": pa.int64()})], ids=str)
@@ -177,18 +178,18 @@ def test_structs_of_scorers_may_be_null_in_every_row(kind: pa.DataType, tmp_path
     file = str(tmp_path / "a.parquet")
     pq.write_table(pa.table({"a": [1, 2], "extra_info": pa.array([None, None], kind)}), file)
     assert Rows([file], ["a"], ["extra_info"])[1] == {"a": 2, "extra_info": None}
-    assert check_file(file, ["a"], optional=["extra_info"]) == 2
+    assert check_file(file, ["a"], structs=["extra_info"]) == 2
 
 
 @pytest.mark.parametrize("kind", [pa.string(), pa.large_string(), pa.dictionary(pa.int32(), pa.string())], ids=str)
-def test_distinct_texts_of_a_column(kind: pa.DataType, tmp_path: Path) -> None:
+def test_distinct_labels_of_a_column(kind: pa.DataType, tmp_path: Path) -> None:
     file = str(tmp_path / "a.parquet")
     pq.write_table(pa.table({"s": pa.array(["b", None, "a", "b"]).cast(kind)}), file)
-    assert distinct_texts(file, "s") == {"", "a", "b"}
+    assert distinct_labels(file, "s") == {"", "a", "b"}
 
 
 def test_a_column_of_texts_has_nothing_else(tmp_path: Path) -> None:
     file = parquet(tmp_path / "a.parquet", [{"s": value} for value in (None, ["a"])])
     with pytest.raises(ValueError) as error:
-        distinct_texts(file, "s")
+        distinct_labels(file, "s")
     assert str(error.value) == f"{file}, row 1: s is ['a'], a list; it must be a text or null"

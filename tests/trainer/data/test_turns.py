@@ -97,6 +97,17 @@ def test_end_token_outside_of_the_marks_belongs_to_the_turn(tmp_path: Path, end:
     assert (first.n_open, second.n_open) == (0, 0)
 
 
+def test_blank_turn_ends_with_the_token_of_the_others(tmp_path: Path) -> None:
+    """A reward model reads the score of every response at the same token."""
+    reader = tokenizer(OUTSIDE, end="<end>")
+    reader.add_special_tokens({"additional_special_tokens": ["<end>"]})
+    blank = [*CHAT[:2], {"role": "assistant", "content": "\n"}]
+    (turns,) = encode(tmp_path, reader, blank)
+    assert trained(reader, turns) == ["\n<end>"] and turns.n_open == 0
+    with pytest.raises(ValueError, match="row 0: the chat template marks no token of the last turn"):
+        TurnEncoder(reader, {}).chat("row 0", [*CHAT[:2], {"role": "assistant", "content": ""}], last=True)
+
+
 def test_start_of_the_next_message_is_not_the_end_of_a_turn(tmp_path: Path) -> None:
     """The template ends no turn, and a role begins with a special token. EOS follows the last turn, not its newline."""
     reader = tokenizer(MARKED, end="")
@@ -255,6 +266,10 @@ def test_generation_marks_take_precedence(tmp_path: Path) -> None:
 REFUSED = {
     "not a conversation": [],
     "message 1: the role is 'function'; supported are system, developer": [CHAT[1], {"role": "function", "content": "x"}],
+    r"message 1: tool_calls: character \d+ is '\\ud800', half of a surrogate pair": [
+        CHAT[1],
+        {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": {"x": "\ud800"}}}]},
+    ],
     "message 0: the content is a list; only text": [{"role": "user", "content": ["a picture"]}],
     "message 1: has reasoning_content besides": [CHAT[1], {"role": "assistant", "content": "a", "reasoning_content": "hm"}],
 }
