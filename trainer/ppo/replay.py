@@ -96,7 +96,7 @@ def repeat(config: PPOConfig, batch: Batch, facts: Mapping[str, Any], directory:
 def with_state(weights: Checkpoint, state: Mapping[str, Any]) -> None:
     """Give the checkpoint the ``state`` of components with which the dumped step began: a rollback may be between them."""
     found = weights.manifest
-    if state.get("rollbacks", found.state["rollbacks"]) != found.state["rollbacks"]:
+    if "rollbacks" in state and state["rollbacks"] != found.state.get("rollbacks"):
         for name in weights.with_arrays():  # what was in flight was discarded
             del found.files[arrays_file(name)]
     found.state.update(state)
