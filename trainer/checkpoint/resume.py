@@ -182,20 +182,21 @@ def check_in_flight(checkpoint: Checkpoint, *, continued: bool, train_files: Seq
 
     continued: the run continues it. train_files: its data, of which the prompts in flight are rows.
     """
+    state = checkpoint.manifest.state
     groups = sum(len(checkpoint.arrays(name).get("ordinal", ())) for name in checkpoint.with_arrays())
-    taken = checkpoint.manifest.state.get("data", {}).get("taken", 0)
-    if continued and groups and TrainingData(train_files).differs(checkpoint.manifest.state.get("training_data", {})):
+    taken = state.get("data", {}).get("taken", 0)
+    if continued:
+        if groups and TrainingData(train_files).differs(state.get("training_data", {})):
+            raise ValueError(
+                f"{checkpoint.path} has {groups} groups of responses in flight, to prompts of data.train_files, which has other "
+                "content than at the checkpoint: put the data back, or start anew with trainer.resume_mode=disable"
+            )
+    elif groups or taken:
+        what = f"{groups} groups of responses in flight" if groups else f"{taken} prompts taken from a round of the data"
         raise ValueError(
-            f"{checkpoint.path} has {groups} groups of responses in flight, to prompts of data.train_files, which has other "
-            "content than at the checkpoint: put the data back, or start anew with trainer.resume_mode=disable"
+            f"{checkpoint.path} has {what}, which this run would lose: resume it with the async_training settings that it was "
+            "saved with, or start anew with trainer.resume_mode=disable"
         )
-    if continued or not (groups or taken):
-        return
-    what = f"{groups} groups of responses in flight" if groups else f"{taken} prompts taken from a round of the data"
-    raise ValueError(
-        f"{checkpoint.path} has {what}, which this run would lose: resume it with the async_training settings that it was saved "
-        "with, or start anew with trainer.resume_mode=disable"
-    )
 
 
 def complete_checkpoint(resume_mode: str, resume_from_path: str | None, run_dir: Path) -> Checkpoint | None:

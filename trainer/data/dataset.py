@@ -186,7 +186,7 @@ class PromptDataset:
             data_source=row.get(self._source_key) or "",
             ground_truth=(row.get("reward_model") or {}).get("ground_truth"),
             extra_info=row.get("extra_info") or {},
-            messages=of_file(with_texts(prompt) if isinstance(prompt := value_of(row, self._prompt_key), list) else prompt),
+            messages=of_file(with_texts(value_of(row, self._prompt_key))),
             agent=row.get("agent_name"),
         )
 

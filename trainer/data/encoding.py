@@ -79,8 +79,8 @@ def _rendered(tokenizer: PreTrainedTokenizerBase, prompt: Messages, template_kwa
     """``render``, of messages with calls as conversations are rendered (Seams.render_calls)."""
     if not isinstance(prompt, str | list):
         raise Refused(f"the prompt is {reprlib.repr(prompt)}, neither a text nor a list of messages; remove the row")
+    prompt = with_texts(prompt)
     if isinstance(prompt, list):
-        prompt = with_texts(prompt)
         _check_messages(prompt)
     messages = of_file(prompt)
     if messages is prompt or isinstance(messages, str):
@@ -106,10 +106,12 @@ def _check_messages(messages: list[Any]) -> None:
             raise Refused(f"message {i}: the content is a {type(content).__name__}; only text is supported")
 
 
-def with_texts(messages: list[Any]) -> list[Any]:
-    """The messages; a content of text parts alone, as in OpenAI's API, becomes a text: not every template renders parts."""
+def with_texts(prompt: Messages) -> Messages:
+    """The prompt; a content of text parts alone, as in OpenAI's API, becomes a text: not every template renders parts."""
+    if not isinstance(prompt, list):
+        return prompt
     found = []
-    for message in messages:
+    for message in prompt:
         parts = message.get("content") if isinstance(message, dict) else None
         if isinstance(parts, list) and parts and all(_is_text(part) for part in parts):
             message = message | {"content": "".join(part["text"] for part in parts)}

@@ -34,6 +34,8 @@ def request(url: str, body: Any = None, headers: dict[str, str] = JSON, *, metho
         connection.close()
 
 
+BODY = json.dumps(ONE).encode()
+HEAD = f"POST /get_reward HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(BODY)}\r\n\r\n".encode()
 NO_ERROR = {"errors": [None], "timed_out": [False]}
 
 
@@ -93,16 +95,12 @@ def test_client_that_disconnects_causes_no_output(capfd: pytest.CaptureFixture[s
         time.sleep(0.2)
         return [Score(1.0, {}, None)] * len(answers)
 
-    body = json.dumps(ONE).encode()
-    head = (
-        f"POST /get_reward HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n".encode()
-    )
     with serving("reward.scorer=gsm8k", score=score) as url:
         place = ("127.0.0.1", urlsplit(url).port)
-        for sent in (head + body[:5], head + body):
+        for sent in (HEAD + BODY[:5], HEAD + BODY):
             with socket.create_connection(place) as connection:
                 connection.sendall(sent)
-                if sent.endswith(body):
+                if sent.endswith(BODY):
                     there.wait(5.0)
         assert request(url, ONE)[0] == 200
     assert capfd.readouterr().err == ""
@@ -119,18 +117,14 @@ def test_requests_whose_client_has_gone_are_not_scored() -> None:
         scored.append(len(answers))
         return [Score(1.0, {}, None)] * len(answers)
 
-    body = json.dumps(ONE).encode()
-    head = (
-        f"POST /get_reward HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n".encode()
-    )
     with serving("reward.scorer=gsm8k", score=score) as url:
         place = ("127.0.0.1", urlsplit(url).port)
         first = socket.create_connection(place)
-        first.sendall(head + body)
+        first.sendall(HEAD + BODY)
         begun.wait(5.0)
         for _ in range(3):
             with socket.create_connection(place) as connection:
-                connection.sendall(head + body)
+                connection.sendall(HEAD + BODY)
                 time.sleep(0.2)
         time.sleep(0.2)
         go.set()
